@@ -1,0 +1,136 @@
+"""What a run tells about itself: metrics.jsonl, events.jsonl, TensorBoard, and the console.
+
+- Only the main rank writes; on the others every call returns at once.
+- `metrics.jsonl` has one line a step with full digits, also over resumes (see files.py).
+- The names that are logged, with units and formulas, are in names.py, from which docs/metrics.md is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from titanlike.errors import UserError
+from titanlike.metrics import files
+from titanlike.metrics.config import MetricsConfig
+from titanlike.metrics.console import Console
+
+__all__ = ["Metrics", "MetricsConfig"]
+
+
+class Metrics:
+    """Where the trainer's numbers go. One per process; usable as a context manager.
+
+    `run_dir` is made if it does not exist. `total_steps` is the last step of the run, for the display. `file` is where the
+    console writes (standard output by default); `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        run_dir: Path,
+        total_steps: int,
+        is_main: bool = True,
+        *,
+        file: IO[str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.run_dir = Path(run_dir)
+        self.is_main = is_main
+        self._clock = clock
+        self._last_step = 0
+        self._metrics_file = self._events_file = self._tensorboard = None
+        if is_main:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._console = Console(total_steps, config.log_interval, file)
+
+    def resume_from(self, step: int, **fields: Any) -> None:
+        """The run goes on after `step`, or starts if it is 0. Call before the first `log`, and again after a rollback.
+
+        Lines of metrics.jsonl after `step` are moved away, and an event `resume` (or `start`) with `fields` is written;
+        the fields are JSON values: mesh={"pp": 1, "dp": 2, "tp": 1}, world_size=2, ...
+        Raises UserError if TensorBoard is asked for and not installed.
+        """
+        if not self.is_main:
+            return
+        self._close_files()
+        dropped = files.drop_after(self.run_dir, step)
+        self._last_step = step
+        if self.config.tensorboard:
+            self._tensorboard = _tensorboard_writer(self.run_dir, step + 1)
+        self.event("resume" if step else "start", step, **fields, **({"dropped_steps": dropped} if dropped else {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of one step everywhere. Steps ascend: a step is logged once, with all that belongs to it.
+
+        Values are Python numbers (a tensor's `.item()`); `step` and `wall_time` (seconds since the epoch) are added.
+        """
+        if not self.is_main:
+            return
+        assert step > self._last_step, f"step {step} logged after step {self._last_step}"
+        self._last_step = step
+        if self._metrics_file is None:
+            self._metrics_file = files.open_append(self.run_dir / files.METRICS_FILE)
+        self._metrics_file.write(files.encode({"step": step, **values, "wall_time": self._clock()}) + "\n")
+        if self.config.tensorboard:
+            if self._tensorboard is None:
+                self._tensorboard = _tensorboard_writer(self.run_dir, step)
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        self._console.show(step, values)
+
+    def event(self, event: str, step: int, **fields: Any) -> None:
+        """Write one line to events.jsonl: `event`, the step after which it happened, the time, and JSON fields."""
+        if not self.is_main:
+            return
+        if self._events_file is None:
+            self._events_file = files.open_append(self.run_dir / files.EVENTS_FILE)
+        self._events_file.write(
+            files.encode({"event": event, "step": step, "wall_time": self._clock(), **fields}) + "\n"
+        )
+
+    def message(self, text: str) -> None:
+        """Print a line without breaking the progress bar."""
+        if self.is_main:
+            self._console.message(text)
+
+    def tables(self, tables: list[Any]) -> None:
+        """Print start-up tables (see tables.py)."""
+        if self.is_main:
+            for table in tables:
+                self._console.render(table)
+
+    def close(self) -> None:
+        """Close the files and give the terminal back. May be called twice."""
+        if not self.is_main:
+            return
+        self._console.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in (self._metrics_file, self._events_file, self._tensorboard):
+            if file is not None:
+                file.close()
+        self._metrics_file = self._events_file = self._tensorboard = None
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _tensorboard_writer(run_dir: Path, first_step: int) -> Any:
+    """A TensorBoard writer that hides what an earlier process logged for `first_step` and later steps."""
+    try:
+        # Imported here: it takes a second, and a run without TensorBoard does without the package.
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "metrics.tensorboard = true needs the package tensorboard; install it or set metrics.tensorboard = false"
+        ) from error
+    return SummaryWriter(run_dir / "tensorboard", purge_step=first_step)

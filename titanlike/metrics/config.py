@@ -1,0 +1,14 @@
+"""The `[metrics]` section."""
+
+from pydantic import Field
+
+from titanlike.section import Section
+
+
+class MetricsConfig(Section):
+    """What the run writes about itself. `metrics.jsonl` and `events.jsonl` in the run folder are always written."""
+
+    tensorboard: bool = True
+    """Also write TensorBoard event files to the run folder's tensorboard/."""
+    log_interval: int = Field(default=1, ge=1)
+    """Print a progress line every so many steps when the output is not a terminal."""
