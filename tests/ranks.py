@@ -43,6 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Process groups and meshes of past calls stay open (DTensor's caches may hold them), each with sockets and threads.
 CALLS_PER_POOL = 20
 
+GOODBYE = b"goodbye"
+
 # What a rank says when another one went away. The cause is then in the other rank.
 CONNECTION_ERRORS = (
     "Connection closed by peer",
@@ -205,7 +207,7 @@ class _Pool:
         """Let idle ranks leave; kill those that don't."""
         for connection in self.connections:
             with contextlib.suppress(OSError):
-                connection.send_bytes(pickle.dumps(None))
+                connection.send_bytes(GOODBYE)
         deadline = time.monotonic() + 5.0
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -291,9 +293,8 @@ def _rank_main(rank: int, world_size: int, port: int, connection: Any, stack_fil
             task = connection.recv_bytes()
         except (EOFError, OSError):
             _leave(1)
-        if (unpickled := pickle.loads(task) if task == pickle.dumps(None) else ...) is None:
+        if task == GOODBYE:
             _leave(0)
-        del unpickled
         answer: tuple[str, Any]
         try:
             if group_failure is not None:
@@ -305,7 +306,8 @@ def _rank_main(rank: int, world_size: int, port: int, connection: Any, stack_fil
                 torch.set_num_threads(1)
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
-                torch.use_deterministic_algorithms(False)
+                if torch.are_deterministic_algorithms_enabled():
+                    torch.use_deterministic_algorithms(False)  # asked first: the call imports inductor, half a second
                 torch.manual_seed(0)
                 random.seed(0)
                 if "torch._dynamo" in sys.modules:
