@@ -1,0 +1,138 @@
+"""What cannot work together in a config, and what has no effect with the rest; all before any process group exists.
+
+What each pipeline schedule asks of the number of microbatches is what torch's schedule classes check, or fail on, when
+they are built (torch/distributed/pipelining/schedules.py, 2.11 to 2.14):
+
+| schedule | stages per rank | microbatches |
+|---|---|---|
+| afab | 1 | any |
+| 1f1b | 1 | at least the number of stages |
+| interleaved_1f1b, interleaved_zero_bubble | 2 or more | a multiple of the rounds, max(1, microbatches // pp) |
+| zbv | 2 | any |
+| dualpipev | 2 | at least the number of stages, 2 * pp |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titanlike.errors import UserError
+from titanlike.schedule import phases
+
+if TYPE_CHECKING:
+    from titanlike.config import Config
+
+STAGES_PER_RANK: dict[str, tuple[int, int | None]] = {
+    "afab": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved_1f1b": (2, None),
+    "interleaved_zero_bubble": (2, None),
+    "zbv": (2, 2),
+    "dualpipev": (2, 2),
+}
+"""Fewest (also the default) and most stages per rank of each pipeline schedule; None is no limit."""
+
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that run the two halves of the backward apart, which torch cannot do with a compiled stage."""
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise `UserError` for the first combination that cannot work, or key without effect, on `world_size` ranks."""
+    microbatches = config.accumulation(config.resolved_dp(world_size))
+    _check_effect(config)
+    _check_tensor_parallel(config)
+    if config.mesh.pp > 1:
+        _check_pipeline(config, microbatches)
+    _check_schedule(config)
+
+
+def without_effect(config: Config) -> dict[str, str]:
+    """The keys that have no effect in this config, given or not, each with the reason."""
+    inert: dict[str, str] = {}
+    if config.mesh.pp == 1:
+        inert |= {f"pipeline.{name}": "mesh.pp = 1" for name in type(config.pipeline).model_fields}
+    if config.mesh.tp == 1:
+        inert["mesh.sequence_parallel"] = "mesh.tp = 1"
+    optimizer, other = config.optimizer, {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
+    inert |= {f"optimizer.{name}": f'optimizer.name = "{optimizer.name}"' for name in other[optimizer.name]}
+    if optimizer.weight_decay == 0 and all(group.weight_decay in (None, 0) for group in optimizer.groups):
+        inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
+    if config.schedule.decay == "none":
+        inert |= {f"schedule.{name}": 'schedule.decay = "none"' for name in ("decay_steps", "min_lr_ratio")}
+    return inert
+
+
+def _check_effect(config: Config) -> None:
+    for key, reason in without_effect(config).items():
+        section_name, _, name = key.partition(".")
+        section = getattr(config, section_name)
+        # A pipeline schedule without a pipeline is a misunderstanding even when it names the default; elsewhere a value
+        # that is the default says nothing, as when a config spells out everything.
+        said = section_name == "pipeline" or getattr(section, name) != type(section).model_fields[name].default
+        if name in section.model_fields_set and said:
+            raise UserError(f"{key} has no effect with {reason}: take it out, or change {reason.split(' = ')[0]}")
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    model, tp = config.model, config.mesh.tp
+    n_heads, n_kv_heads = getattr(model, "n_heads", tp), getattr(model, "n_kv_heads", tp)
+    if n_heads % tp:
+        raise UserError(f"model.n_heads ({n_heads}) must be a multiple of mesh.tp ({tp})")
+    if n_kv_heads % tp and tp % n_kv_heads:
+        raise UserError(f"mesh.tp ({tp}) must divide model.n_kv_heads ({n_kv_heads}), or be a multiple of it")
+    if config.mesh.sequence_parallel and config.train.seq_len % tp:
+        raise UserError(
+            f"train.seq_len ({config.train.seq_len}) must be a multiple of mesh.tp ({tp}), or mesh.sequence_parallel false"
+        )
+
+
+def _check_pipeline(config: Config, microbatches: int) -> None:
+    pipeline, pp = config.pipeline, config.mesh.pp
+    schedule, per_rank, n_stages = pipeline.schedule, config.stages_per_rank, config.n_stages
+    fewest, most = STAGES_PER_RANK[schedule]
+    if per_rank < fewest or (most is not None and per_rank > most):
+        wanted = f"exactly {fewest}" if most == fewest else f"{fewest} or more"
+        raise UserError(
+            f'pipeline.stages_per_rank must be {wanted} with pipeline.schedule = "{schedule}", got {per_rank}'
+        )
+    if schedule in SPLIT_BACKWARD and config.compile.enable:
+        raise UserError(
+            f'pipeline.schedule = "{schedule}" cannot run with compile.enable = true, because torch cannot split the '
+            'backward of a compiled stage: use "1f1b", "interleaved_1f1b" or "afab", or do not compile'
+        )
+    n_layers = getattr(config.model, "n_layers", n_stages)
+    stages = f"mesh.pp ({pp}) * {per_rank} stage(s) per rank = {n_stages} stages"
+    if n_layers < n_stages:
+        raise UserError(f"model.n_layers ({n_layers}) is too few for {stages}, each of which needs a layer")
+    if pipeline.split is not None:
+        if len(pipeline.split) != n_stages:
+            raise UserError(f"pipeline.split {pipeline.split} has {len(pipeline.split)} entries, but {stages}")
+        if min(pipeline.split) < 1:
+            raise UserError(f"pipeline.split {pipeline.split} leaves a stage without a layer: each needs 1 or more")
+        if sum(pipeline.split) != n_layers:
+            raise UserError(
+                f"pipeline.split {pipeline.split} has {sum(pipeline.split)} layers, model.n_layers is {n_layers}"
+            )
+    rounds = max(1, microbatches // pp)
+    if schedule in ("1f1b", "dualpipev") and microbatches < n_stages:
+        wanted = f"at least as many microbatches as stages ({n_stages})"
+    elif schedule.startswith("interleaved") and microbatches % rounds:
+        wanted = f"a number of microbatches that {rounds} rounds (microbatches // mesh.pp) divide"
+    else:
+        return
+    raise UserError(
+        f'pipeline.schedule = "{schedule}" needs {wanted}, but train.global_batch_size and train.microbatch_size give '
+        f"{microbatches}"
+    )
+
+
+def _check_schedule(config: Config) -> None:
+    steps = config.train.steps
+    warmup, _, decay = phases(config.schedule, steps)
+    if warmup + decay > steps:
+        what = f"schedule.warmup ({warmup} steps)"
+        if decay:
+            what += f" and schedule.decay_steps ({decay} steps) are together"
+        else:
+            what += " is"
+        raise UserError(f"{what} more than train.steps ({steps})")

@@ -1,0 +1,142 @@
+"""From what pydantic says about a config to one sentence that a person can act on."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from titanlike.config_keys import Key, choices, generic, keys_of, nearest, type_name
+from titanlike.errors import UserError
+
+SectionType = TypeVar("SectionType", bound=BaseModel)
+
+
+def _nowhere(path: str) -> str:
+    return ""
+
+
+def unknown_key(path: str, keys: Mapping[str, Key], where: Callable[[str], str] = _nowhere) -> UserError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    suggestion = nearest(path, keys)
+    at = generic(path.rpartition(".")[0], dict(keys))  # inside a list or a named table: suggest the concrete path
+    if at is not None and suggestion.rpartition(".")[0] == at:
+        suggestion = f"{path.rpartition('.')[0]}.{suggestion.rpartition('.')[2]}"
+    return UserError(f"unknown key {path}{where(path)}: the nearest valid key is {suggestion}")
+
+
+def check_keys(raw: Mapping[str, Any], keys: dict[str, Key], where: Callable[[str], str] = _nowhere) -> None:
+    """Walk nested tables and raise `UserError` for the first key that is not in `keys`, at any depth."""
+
+    def walk(value: Any, path: str) -> None:
+        if path:
+            entry = generic(path, keys)
+            if entry is None:
+                # A whole table of an unknown name: speak about the first key in it, that is what was meant.
+                while isinstance(value, Mapping) and value:
+                    name, value = next(iter(value.items()))
+                    path = f"{path}.{name}"
+                raise unknown_key(path, keys, where)
+            if not keys[entry].section:
+                return
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                walk(inner, f"{path}.{name}" if path else name)
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                walk(inner, f"{path}[{index}]")
+
+    walk(raw, "")
+
+
+def validate(
+    section: type[SectionType],
+    raw: Mapping[str, Any],
+    prefix: str = "",
+    keys: Mapping[str, Key] | None = None,
+    where: Callable[[str], str] = _nowhere,
+) -> SectionType:
+    """`section` from plain values, strictly typed. `prefix` is the path of the section ("model."), for the messages.
+
+    Raises:
+        UserError: the first mistake, as one sentence.
+    """
+    keys = keys_of(section, prefix) if keys is None else keys
+    try:
+        # Through JSON, because there pydantic's strict mode means what a reader of TOML expects: a list may become a
+        # tuple and a string a path, but a string never becomes a number.
+        return section.model_validate_json(json.dumps(raw, default=plain), strict=True, context={"where": where})
+    except ValidationError as error:
+        raise UserError(_sentence(error, prefix, keys, where)) from error
+
+
+def plain(value: Any) -> Any:
+    """A config value, or a dataclass, as what JSON and TOML can hold."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+
+
+def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], where: Callable[[str], str]) -> str:
+    """The first mistake of a ValidationError."""
+    details = error.errors(include_url=False)
+    path = _path(details[0]["loc"], prefix, keys)
+    # A key of several types gives one complaint per type; one about the value says more than one about the type.
+    same = [detail for detail in details if _path(detail["loc"], prefix, keys) == path]
+    detail = next((d for d in same if d["type"] in _ABOUT_THE_VALUE), same[0])
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "value_error":
+        cause = context["error"]
+        if isinstance(cause, UserError) or not path:
+            return str(cause)
+        return f"{path}{where(path)}: {cause}"
+    if kind == "extra_forbidden":
+        return str(unknown_key(path, keys, where))
+    entry = generic(path, dict(keys))
+    annotation = keys[entry].annotation if entry is not None else object
+    if kind == "missing":
+        return f"{path} is missing{where(path)}: it must be {type_name(annotation)}"
+    got = f"got {_short(value)}{where(path)}"
+    if kind == "literal_error":
+        allowed = choices(annotation)
+        hint = f" (the nearest is {nearest(value, allowed)!r})" if isinstance(value, str) and allowed else ""
+        return f"{path} must be one of {', '.join(allowed)}{hint}, {got}"
+    if kind in _ABOUT_THE_VALUE:
+        return f"{path} must be {_ABOUT_THE_VALUE[kind].format(**context)}, {got}"
+    return f"{path} must be {type_name(annotation)}, {got}"
+
+
+_ABOUT_THE_VALUE = {
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "finite_number": "a finite number",
+    "multiple_of": "a multiple of {multiple_of}",
+    "string_too_short": "a string of at least {min_length} character(s)",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "string_pattern_mismatch": "a string that matches {pattern}",
+}
+
+
+def _path(location: tuple[str | int, ...], prefix: str, keys: Mapping[str, Key]) -> str:
+    """The key's path from pydantic's location, without the names of types that it appends to the keys of unions."""
+    path = prefix.removesuffix(".")
+    for part in location:
+        longer = f"{path}[{part}]" if isinstance(part, int) else f"{path}.{part}" if path else part
+        within = generic(path, dict(keys)) if path else None
+        if within is not None and not keys[within].section:
+            return longer if isinstance(part, int) else path
+        path = longer
+    return path
+
+
+def _short(value: Any) -> str:
+    """A value as a TOML reader writes it, cut to a readable length."""
+    try:
+        text = json.dumps(value, default=plain, ensure_ascii=False)
+    except ValueError:
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

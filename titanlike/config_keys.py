@@ -1,0 +1,136 @@
+"""The keys of a config as data: every dotted path with its type, default and meaning, and the nearest one to a wrong path.
+
+Everything that speaks about keys (help, overrides, error sentences) works from one table that is read off the pydantic
+sections, so no list of keys is kept by hand. `[]` in a path stands for any element of a list, `*` for any name in a table
+whose names the user chooses.
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+MISSING = PydanticUndefined  # the default of a key that must be given
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. `section` is true when it is a table, or a list of tables, with keys of its own."""
+
+    path: str
+    annotation: object
+    default: object
+    doc: str
+    section: bool = False
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> dict[str, Key]:
+    """All keys below `section`, by dotted path, tables before their contents, in the order of the source."""
+    found: dict[str, Key] = {}
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        default = (
+            field.get_default(call_default_factory=True, validated_data={}) if not field.is_required() else MISSING
+        )
+        inner = list(_sections_in(field.annotation))
+        found[path] = Key(path, field.annotation, default, field.description or "", section=bool(inner))
+        for suffix, nested in inner:
+            found.update(keys_of(nested, f"{path}{suffix}."))
+    return found
+
+
+def _sections_in(annotation: object) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections an annotation may hold, each with what stands between the key and its name: "", "[]" or ".*"."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "", annotation
+    elif origin is typing.Annotated:
+        yield from _sections_in(args[0])
+    elif origin in (typing.Union, types.UnionType):
+        for arg in args:
+            yield from _sections_in(arg)
+    elif origin in (list, tuple):
+        for arg in args:
+            yield from (("[]" + suffix, nested) for suffix, nested in _sections_in(arg))
+    elif origin is dict:
+        yield from ((".*" + suffix, nested) for suffix, nested in _sections_in(args[1]))
+
+
+def generic(path: str, keys: dict[str, Key]) -> str | None:
+    """The entry of `keys` that a concrete path falls under (`optimizer.groups[0].match` -> `optimizer.groups[].match`)."""
+    if path in keys:
+        return path
+    path = re.sub(r"\[\d+\]", "[]", path)
+    if path in keys:
+        return path
+    for candidate in keys:
+        if "*" in candidate and re.fullmatch(re.escape(candidate).replace(r"\*", r"[^.]+"), path):
+            return candidate
+    return None
+
+
+def nearest(path: str, candidates: Iterable[str]) -> str:
+    """The candidate most like `path`. The last name counts most, so the right name in a wrong section is found too."""
+    section, _, leaf = path.rpartition(".")
+
+    def score(candidate: str) -> float:
+        other_section, _, other_leaf = candidate.rpartition(".")
+        if not section:
+            # Only a name was given: prefer a top-level name, then a key of that name anywhere.
+            return _similarity(leaf, other_leaf) - (0.01 if other_section else 0.0)
+        return 0.7 * _similarity(leaf, other_leaf) + 0.3 * _similarity(section, other_section)
+
+    return max(candidates, key=score)
+
+
+def _similarity(a: str, b: str) -> float:
+    """Between 0 and 1. The order of the letters counts half, the letters themselves half: a swap stays close."""
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    return (matcher.ratio() + matcher.quick_ratio()) / 2
+
+
+def choices(annotation: object) -> list[str]:
+    """The values that a Literal (also inside Optional or Annotated) allows, or an empty list."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    return [choice for arg in typing.get_args(annotation) for choice in choices(arg)]
+
+
+def type_name(annotation: object) -> str:
+    """The type of a key as a reader of TOML would say it: "an integer", "a list of strings", "one of a, b"."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(args[0])
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(value) for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_name(arg) for arg in args if arg is not type(None)))
+    if origin in (list, tuple):
+        return "a list of " + _plural(type_name(args[0])) if args else "a list"
+    if origin is dict or annotation is dict:
+        return "a table"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a table"
+    simple = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+    return simple.get(annotation, str(annotation).removeprefix("typing."))
+
+
+def _plural(name: str) -> str:
+    return {"an integer": "integers", "a number": "numbers", "a string": "strings", "a path": "paths"}.get(
+        name, "tables" if name == "a table" else f"values, each {name}"
+    )
+
+
+def holds(annotation: object, kinds: tuple[type, ...]) -> bool:
+    """Whether an annotation allows one of these plain types (looking into Optional, Union and Annotated)."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return any(type(value) in kinds for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return any(holds(arg, kinds) for arg in typing.get_args(annotation))
+    return annotation in kinds
