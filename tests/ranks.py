@@ -353,7 +353,7 @@ class Launched:
 
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the live ranks, by rank. Empty until the launcher has started them."""
-        pids = {}
+        pids: dict[int, int] = {}
         for pid, environment in _marked(self._mark):
             if (rank := environment.get("RANK")) is not None and environment.get("TORCHELASTIC_RUN_ID"):
                 # A rank's own children have the same environment: the rank itself is the oldest.
