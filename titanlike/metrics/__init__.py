@@ -24,8 +24,8 @@ __all__ = ["Metrics", "MetricsConfig"]
 class Metrics:
     """Where the trainer's numbers go. One per process; usable as a context manager.
 
-    `run_dir` is made if it does not exist. `total_steps` is the last step of the run, for the display. `file` is where the
-    console writes (standard output by default); `clock` gives seconds since the epoch.
+    `run_dir` is made if it does not exist. `total_steps` is the last step of the run, for the display. `file` is where
+    the console writes (standard output by default); `clock` gives seconds since the epoch.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import IO
 
 ETA_WINDOW = 50  # steps whose wall time the estimate of the remaining time averages
+PIPED_WIDTH = 120
 
 
 class Console:
@@ -26,6 +27,8 @@ class Console:
         import rich.console
 
         self._rich = rich.console.Console(file=file, highlight=False)
+        if not self._rich.is_terminal:
+            self._rich.width = PIPED_WIDTH  # a pipe has no width, and rich would cut tables at 80
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._clock = clock
@@ -70,7 +73,7 @@ class Console:
             self._bar = None
 
     def _eta(self, step: int) -> float | None:
-        """Seconds left by the mean wall time of the last steps, validation and saves included; None before two steps."""
+        """Seconds left by the mean wall time of the last steps, validation and saves included; None if unknown."""
         if step >= self._total_steps:
             return 0.0
         if len(self._ended) < 2:

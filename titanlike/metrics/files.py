@@ -40,7 +40,7 @@ def decode(line: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a .jsonl file, in the order of the file; no file is no objects. Torn or foreign lines are left out."""
+    """The objects in a .jsonl file, in its order; no file is no objects. Torn or foreign lines are left out."""
     if not path.exists():
         return []
     objects = []
@@ -95,13 +95,13 @@ def drop_after(run_dir: Path, step: int) -> int:
 
 
 def open_append(path: Path) -> TextIO:
-    """Open for appending, one write a line. Ends a torn last line first, so that the next object starts its own line."""
+    """Open for appending, one write a line. Ends a torn last line first, so that the next object has its own line."""
     torn = False
     if path.exists() and path.stat().st_size:
         with open(path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             torn = file.read(1) != b"\n"
-    file = open(path, "a", encoding="utf-8", buffering=1)
+    file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - the caller keeps it open
     if torn:
         file.write("\n")
     return file

@@ -1,0 +1,114 @@
+"""The one list of names that a run logs, with unit and meaning. docs/metrics.md is made from it:
+
+    python -m titanlike.metrics.names > docs/metrics.md
+
+A name with a part in angle brackets stands for a family: `val_loss/<set>` for `val_loss/python`, and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Name:
+    """One logged name. `when` says when it is there, and is empty if it is on every line."""
+
+    name: str
+    unit: str
+    meaning: str
+    when: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether the concrete name belongs to this entry."""
+        return re.fullmatch(re.sub(r"<\w+>", "[^/]+", self.name), name) is not None
+
+
+_PROGRESS = (
+    Name("step", "steps", "optimizer steps done, counted from 1 over all resumes"),
+    Name("tokens", "tokens", "tokens seen since the run began: `step × global_batch_size × seq_len`, on every mesh"),
+    Name("wall_time", "s", "when the line was written, seconds since the epoch; not in TensorBoard, which has its own"),
+)
+_LEARNING = (
+    Name(
+        "loss",
+        "nats/token",
+        "training loss of the global batch before the update: "
+        "`sum of the token losses / number of valid label tokens`, over all ranks and microbatches",
+    ),
+    Name("val_loss", "nats/token", "the same over the whole validation set, after the update", "validation steps"),
+    Name("val_loss/<set>", "nats/token", "`val_loss` of each set", "validation steps, several sets"),
+    Name("grad_norm", "1", "global L2 norm of the gradient of `loss`, all parameters, before clipping"),
+    Name("lr", "1", "learning rate of the update of this step, for parameters that no group scales"),
+    Name("lr/<group>", "1", "learning rate of a parameter group: `lr × lr_scale`", "`optimizer.groups`"),
+)
+_SPEED = (
+    Name("step_time_s", "s", "wall time since the end of the previous step, less `time/validation_s`"),
+    Name("tokens_per_s", "tokens/s", "`global_batch_size × seq_len / step_time_s`"),
+    Name("tokens_per_s_per_rank", "tokens/s", "`tokens_per_s / world size`"),
+    Name(
+        "tflops_per_rank",
+        "TFLOP/s",
+        "`tokens_per_s_per_rank × F / 10¹²`, with `F = 6 × matmul weights + 12 × layers × heads × head_dim × seq_len`",
+    ),
+    Name(
+        "mfu/palm",
+        "share",
+        "`tokens_per_s_per_rank × (6 × all parameters + 12 × layers × heads × head_dim × seq_len) / datasheet peak`",
+        "devices whose peak is known",
+    ),
+    Name(
+        "mfu/matmul",
+        "share",
+        "`tokens_per_s_per_rank × F / datasheet peak`: without the input embedding, norms and biases",
+        "devices whose peak is known",
+    ),
+    Name(
+        "mfu/causal",
+        "share",
+        "the same with half the attention, `F − 6 × layers × heads × head_dim × seq_len`",
+        "devices whose peak is known",
+    ),
+    Name(
+        "mfu/measured",
+        "share",
+        "`tokens_per_s_per_rank × F / matmul peak`, the peak measured at start on the same device in the same dtype",
+        "`metrics.matmul_peak`",
+    ),
+)
+_TIME = (
+    Name("time/data_s", "s", "waiting for the next batch"),
+    Name("time/forward_backward_s", "s", "all microbatches forward and backward, pipeline waits included"),
+    Name("time/grad_reduce_s", "s", "reduce-scatter of the gradients over dp, as far as it was waited for"),
+    Name("time/clip_s", "s", "the gradient norm and the clipping"),
+    Name("time/optimizer_s", "s", "the update of this rank's shard"),
+    Name("time/param_gather_s", "s", "all-gather of the updated weights over dp, as far as it was waited for"),
+    Name("time/checkpoint_s", "s", "how long saving held up the training", "steps around a save"),
+    Name("time/validation_s", "s", "validation", "steps around a validation"),
+    Name("time/other_s", "s", "the rest of `step_time_s`: logging, the loop itself"),
+)
+_MEMORY = (
+    Name("memory/current_max_bytes", "bytes", "memory in use now, on the rank that uses most"),
+    Name("memory/current_min_bytes", "bytes", "the same on the rank that uses least"),
+    Name("memory/peak_max_bytes", "bytes", "highest memory in use so far in this process, on the rank with most"),
+    Name("memory/peak_min_bytes", "bytes", "the same on the rank with least"),
+)
+SECTIONS: dict[str, tuple[Name, ...]] = {
+    "Progress": _PROGRESS,
+    "Learning": _LEARNING,
+    "Speed": _SPEED,
+    "Where the time goes": _TIME,
+    "Memory": _MEMORY,
+}
+
+
+def find(name: str) -> Name | None:
+    """The entry that a concrete name belongs to, or None."""
+    return next((entry for entries in SECTIONS.values() for entry in entries if entry.matches(name)), None)
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """Those of the names that no entry covers, sorted."""
+    return sorted(name for name in names if find(name) is None)
