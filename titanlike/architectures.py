@@ -1,9 +1,9 @@
 """Finding a model by name, and reading its `[model]` keys off its config dataclass.
 
-An architecture is a plain `nn.Module` class with `config_class`, a frozen stdlib dataclass. Built-in ones are modules of
-`models` that name their class in `ARCHITECTURE`; any other is given by import path, `"package.module:Class"`. Presets are
-the module's `PRESETS`, if it has any. The keys that `[model]` accepts are exactly the dataclass's fields, and a docstring
-under a field is its help text, so a new architecture needs no config code.
+An architecture is a plain `nn.Module` class with `config_class`, a frozen stdlib dataclass. Built-in ones are modules
+of `models` that name their class in `ARCHITECTURE`; any other is given by import path, `"package.module:Class"`.
+Presets are the module's `PRESETS`, if it has any. The keys that `[model]` accepts are exactly the dataclass's fields,
+and a docstring under a field is its help text, so a new architecture needs no config code.
 """
 
 import ast
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import textwrap
 import types
@@ -108,7 +109,7 @@ def _field_docs(config_class: type) -> dict[str, str]:
             body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         except (OSError, TypeError):
             continue
-        for statement, after in zip(body, body[1:], strict=False):
+        for statement, after in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                     docs[statement.target.id] = inspect.cleandoc(str(after.value.value))

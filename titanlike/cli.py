@@ -1,10 +1,10 @@
 """The command line of every script that takes a config: `--config PATH`, `--section.key value`, `--help`.
 
     config = cli.load(sys.argv[1:])
-    config, options = cli.parse(sys.argv[1:], "Verify a checkpoint.", lambda parser: parser.add_argument("--step", type=int))
+    config, options = cli.parse(sys.argv[1:], "Check a run.", lambda parser: parser.add_argument("--step", type=int))
 
-An argument whose name has a dot is a config key: `--train.steps 20`, `--train.steps=20`, `--model.rope_scaling.factor 8`,
-`--pipeline.split "[3, 5]"`, `--compile.enable` (alone: true). With nothing after the equals sign (`--mesh.dp=`,
+An argument whose name has a dot is a config key: `--train.steps 20`, `--train.steps=20`, `--compile.enable` (alone:
+true), `--model.rope_scaling.factor 8`, `--pipeline.split "[3, 5]"`. With nothing after the equals sign (`--mesh.dp=`,
 `--pipeline=`) the key, or the whole section, is taken out of the file. The last of several for one key counts.
 """
 
@@ -12,11 +12,13 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from titanlike import architectures
 from titanlike.config import Config, config_keys, load_config
-from titanlike.config_errors import unknown_key
-from titanlike.config_keys import MISSING, Key, type_name
+from titanlike.config_input import read_toml
+from titanlike.config_keys import MISSING, Key, holds, nearest, type_name
 from titanlike.errors import UserError
 
 WIDTH = 110  # of the help text, in characters
@@ -46,73 +48,92 @@ def parse(
     if add_options is not None:
         add_options(parser)
     if "--help" in rest or "-h" in rest:
-        architecture = overrides.get("model.architecture")
-        print(help_text(parser, architecture if isinstance(architecture, str) else "llama"))
+        print(help_text(parser, _architecture(rest, overrides)))
         sys.exit(0)
-    options = parser.parse_args(rest)
+    options, unknown = parser.parse_known_args(rest)
+    if unknown:
+        raise _unknown_argument(unknown[0], parser)
     return load_config(options.config, overrides), options
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The plain arguments, and the config overrides by path. A value is the text as typed, True for a flag, None to unset."""
+    """The plain arguments, and the config overrides by path: the text as typed, True for a flag, None to take it out.
+
+    Raises:
+        UserError: a key that is not true or false has no value.
+    """
     rest: list[str] = []
     overrides: dict[str, Any] = {}
-    sections = Config.model_fields
     words = list(argv)
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not ("." in name or (equals and name in sections)):
+        is_key = "." in name or (bool(equals) and name in Config.model_fields)
+        if not word.startswith("--") or not is_key:
             rest.append(word)
         elif equals:
             overrides[name] = value or None
         elif words and not words[0].startswith("--"):
             overrides[name] = words.pop(0)
         else:
+            key = config_keys().get(name)
+            if key is not None and not holds(key.annotation, (bool,)):
+                raise UserError(f"--{name} needs a value: {type_name(key.annotation)}")
             overrides[name] = True
     return rest, overrides
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but its complaints are `UserError`, and a mistyped option is compared with the config keys too."""
+    """argparse, but what it complains about is a `UserError`."""
 
     def error(self, message: str) -> NoReturn:
-        first, _, names = message.partition("unrecognized arguments: ")
-        if not first and names:
-            name = names.split()[0]
-            if not name.startswith("-"):
-                raise UserError(f"unexpected argument {name!r}: a config key is given as --section.key value")
-            own = {option: Key(option, str, None, "") for option in self._option_strings()}
-            raise unknown_key(
-                name.lstrip("-").partition("=")[0], own | config_keys(), lambda path: " on the command line"
-            )
         raise UserError(message)
 
-    def _option_strings(self) -> list[str]:
-        return [option.lstrip("-") for action in self._actions for option in action.option_strings]
+
+def _unknown_argument(word: str, parser: argparse.ArgumentParser) -> UserError:
+    name = word.lstrip("-").partition("=")[0]
+    if not word.startswith("-"):
+        return UserError(f"unexpected argument {word!r}: a config key is given as --section.key value")
+    if name in Config.model_fields:
+        return UserError(f"--{name} is a section: its keys are given as --{name}.key value, see --help")
+    own = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+    keys = [path for path, key in config_keys().items() if not key.section]
+    return UserError(f"unknown argument --{name}: the nearest valid one is --{nearest(name, own + keys)}")
+
+
+def _architecture(rest: Sequence[str], overrides: dict[str, Any]) -> str:
+    """The architecture whose keys `--help` lists: the one asked for, as far as that can be told."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    path = parser.parse_known_args(list(rest))[0].config
+    model = read_toml(Path(path)).get("model") if path else None
+    named = overrides.get("model.architecture") or (model.get("architecture") if isinstance(model, dict) else None)
+    return named if isinstance(named, str) else "llama"
 
 
 def help_text(parser: argparse.ArgumentParser, architecture: str = "llama") -> str:
-    """The parser's own help, then every config key by section: name, default, type, meaning."""
-    lines = [
-        parser.format_help().rstrip(),
-        "",
-        "config keys (in the file as [section] key = value; here --section.key value):",
-    ]
+    """The parser's own help, then every config key by section: path, default, type, meaning."""
+    lines = [parser.format_help().rstrip(), "", "config keys ([section] key = value in the file, --section.key here):"]
     for key in config_keys(architecture).values():
-        depth = key.path.count(".")
-        if key.section and depth == 0:
-            lines += ["", f"[{key.path}]"]
-            lines += textwrap.wrap(_doc(key), WIDTH, initial_indent="  ", subsequent_indent="  ")
+        if key.is_element:
             continue
-        default = "" if key.default is MISSING else f" = {_default(key.default)}"
-        lines.append(f"  {key.path}{default}  ({type_name(key.annotation)})")
-        lines += textwrap.wrap(_doc(key), WIDTH, initial_indent="      ", subsequent_indent="      ")
+        indent = "      "
+        if key.section and "." not in key.path:
+            lines += ["", f"[{key.path}]"]
+            indent = "  "
+        else:
+            default = "" if key.default is MISSING else f" = {_default(key.default)}"
+            lines.append(f"  {key.path}{default}  ({type_name(key.annotation)})")
+        lines += textwrap.wrap(_doc(key, architecture), WIDTH, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
 
-def _doc(key: Key) -> str:
-    doc = key.doc or (key.annotation.__doc__ or "" if isinstance(key.annotation, type) else "")
+def _doc(key: Key, architecture: str) -> str:
+    doc = key.doc
+    if not doc and key.section and isinstance(key.annotation, type):
+        doc = key.annotation.__doc__ or ""
+    if key.path == "model.preset":
+        doc += f" Presets: {', '.join(architectures.resolve(architecture).presets)}."
     return " ".join(doc.split())
 
 

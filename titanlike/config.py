@@ -1,6 +1,6 @@
 """The whole config of a run: TOML and command line in, one frozen, typed `Config` out.
 
-    config = load_config("configs/debug.toml", {"train.steps": 20, "mesh.tp": "2"})   # text is read as on the command line
+    config = load_config("configs/debug.toml", {"train.steps": 20, "mesh.tp": "2"})  # text as on the command line
     config.validate_for(world_size)              # impossible and inert combinations, before any process group exists
     config.resolved_dp(world_size)               # the dp degree
     config.accumulation(dp)                      # microbatches per rank in an optimizer step
@@ -14,8 +14,8 @@ Properties:
 - A mistake is one sentence (`UserError`) that names the key's path, where it was written, and the nearest valid key.
 - Values are strict: "3" is not a number, 1.0 is not an integer. An integer will do where a number is wanted.
 - A key that has no effect with the rest is a mistake. `write_resolved` leaves such keys out.
-- `[model]` takes the fields of the architecture's config dataclass. `config.model` then has all of them as attributes, with
-  the preset's values where no key was given, and derived sizes settled (`config.model.n_kv_heads` is never None).
+- `[model]` takes the fields of the architecture's config dataclass. `config.model` then has all of them as attributes,
+  with the preset's values where no key was given, and derived sizes settled (`config.model.n_kv_heads` is never None).
 - `vocab_size` is the explicit key, else the tokenizer's: a preset's own is not taken.
 """
 
@@ -30,7 +30,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from titanlike import architectures
 from titanlike import config_combinations as combinations
 from titanlike.checkpoint.config import CheckpointConfig
-from titanlike.config_errors import check_keys, plain, validate
+from titanlike.config_errors import check_keys, nowhere, plain, validate
 from titanlike.config_input import from_text, read_toml, set_path
 from titanlike.config_keys import Key, keys_of
 from titanlike.data.config import DataConfig, ValidationConfig
@@ -78,18 +78,27 @@ class ModelConfig(Section, extra="allow"):
         if own.get("preset") is not None:
             values = plain(architectures.preset(architecture, own["preset"]))
             values.pop("vocab_size", None)  # the tokenizer decides
-        values |= {name: value for name, value in raw.items() if name not in own}
+        values = _merged(values, {name: value for name, value in raw.items() if name not in own})
         for name, field in architecture.section.model_fields.items():
             if field.is_required() and name not in values:
                 known = ", ".join(architecture.presets) or "none"
                 raise UserError(f"model.{name} is missing: give it, or choose a model.preset ({known})")
-        where = (info.context or {}).get("where", lambda path: "")
+        where = (info.context or {}).get("where", nowhere)
         section = validate(architecture.section, values, prefix="model.", where=where)
         built = architectures.build(architecture, dict(section), vocab_size=None)
         settled = {name: value if value is not None else getattr(built, name) for name, value in section}
         if "vocab_size" in settled:
             settled["vocab_size"] = section.vocab_size
         return own | settled
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` with the values of `above` over it; where both have a table, key by key."""
+    merged = below | above
+    for name, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            merged[name] = _merged(below[name], value)
+    return merged
 
 
 class MeshConfig(Section):
@@ -205,7 +214,7 @@ class OptimizerConfig(Section):
     bucket_mb: float = Field(25.0, gt=0)
     """Megabytes of gradients that are reduced in one collective."""
 
-    groups: list[GroupConfig] = []
+    groups: list[GroupConfig] = Field([])
     """Exceptions for parameters by name: a list of tables."""
 
 
@@ -279,13 +288,13 @@ class Config(Section):
         """The architecture's config dataclass, for a tokenizer of `vocab_size` ids.
 
         Raises:
-            UserError: model.vocab_size is given and too small for the tokenizer, or tp leaves a rank without vocabulary.
+            UserError: model.vocab_size is too small for the tokenizer, or tp leaves a rank without vocabulary.
         """
         given = getattr(self.model, "vocab_size", None)
         if given is not None and given < vocab_size:
             raise UserError(
-                f"model.vocab_size ({given}) is smaller than the tokenizer's {vocab_size} ids: leave it out, or give at "
-                f"least {vocab_size}"
+                f"model.vocab_size ({given}) is smaller than the tokenizer's {vocab_size} ids: leave it out, or give "
+                f"{vocab_size} or more"
             )
         values = dict(self.model.model_extra or {})
         size, tp = given or vocab_size, self.mesh.tp
@@ -302,19 +311,17 @@ class Config(Section):
             UserError: pp * dp * tp is not the number of ranks.
         """
         pp, dp, tp = self.mesh.pp, self.mesh.dp, self.mesh.tp
-        if dp is None:
-            if world_size % (pp * tp):
-                raise UserError(
-                    f"mesh.pp ({pp}) * mesh.tp ({tp}) = {pp * tp} does not divide the {world_size} rank(s) that were "
-                    f"started, so no mesh.dp fits: start a multiple of {pp * tp} ranks"
-                )
-            return world_size // (pp * tp)
-        if pp * dp * tp != world_size:
+        if dp is None and world_size % (pp * tp):
             raise UserError(
-                f"mesh.pp ({pp}) * mesh.dp ({dp}) * mesh.tp ({tp}) = {pp * dp * tp}, but {world_size} rank(s) were "
-                f"started: start {pp * dp * tp}, or change the mesh"
+                f"mesh.pp ({pp}) * mesh.dp (what is left) * mesh.tp ({tp}) is a multiple of {pp * tp}, but the number "
+                f"of ranks is {world_size}: start a multiple of {pp * tp} ranks, or change the mesh"
             )
-        return dp
+        if dp is not None and pp * dp * tp != world_size:
+            raise UserError(
+                f"mesh.pp ({pp}) * mesh.dp ({dp}) * mesh.tp ({tp}) is {pp * dp * tp}, but the number of ranks is "
+                f"{world_size}: start {pp * dp * tp} ranks, or change the mesh"
+            )
+        return dp or world_size // (pp * tp)
 
     def accumulation(self, dp: int) -> int:
         """Microbatches that each rank runs for one optimizer step.
@@ -343,7 +350,7 @@ class Config(Section):
         return self.mesh.pp * self.stages_per_rank
 
     def validate_for(self, world_size: int) -> None:
-        """Raise `UserError` for the first thing in the config that cannot work, or has no effect, on `world_size` ranks."""
+        """Raise `UserError` for the first thing in the config that cannot work, or has no effect, on so many ranks."""
         combinations.check(self, world_size)
 
 
@@ -360,8 +367,8 @@ def config_keys(architecture: str = "llama") -> dict[str, Key]:
 def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """The config of a TOML file (None: all defaults), changed by `overrides`, validated.
 
-    `overrides` maps dotted paths to values. A string is read as if typed on the command line (`"20"`, `"[1, 2]"`, `"cosine"`);
-    None takes the key, or the whole section, out of the file.
+    `overrides` maps dotted paths to values. A string is read as if typed on the command line (`"20"`, `"[1, 2]"`,
+    `"cosine"`); None takes the key, or the whole section, out of the file.
 
     Raises:
         UserError: the file is missing or not TOML, or a key is unknown, of a wrong type or value.

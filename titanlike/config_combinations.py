@@ -40,7 +40,7 @@ def check(config: Config, world_size: int) -> None:
     """Raise `UserError` for the first combination that cannot work, or key without effect, on `world_size` ranks."""
     microbatches = config.accumulation(config.resolved_dp(world_size))
     _check_effect(config)
-    _check_tensor_parallel(config)
+    _check_model(config)
     if config.mesh.pp > 1:
         _check_pipeline(config, microbatches)
     _check_schedule(config)
@@ -73,8 +73,13 @@ def _check_effect(config: Config) -> None:
             raise UserError(f"{key} has no effect with {reason}: take it out, or change {reason.split(' = ')[0]}")
 
 
-def _check_tensor_parallel(config: Config) -> None:
+def _check_model(config: Config) -> None:
+    """What the mesh and the batch ask of the model's sizes; an architecture that has no such size is not asked."""
     model, tp = config.model, config.mesh.tp
+    if config.train.seq_len > getattr(model, "max_seq_len", config.train.seq_len):
+        raise UserError(
+            f"train.seq_len ({config.train.seq_len}) is longer than model.max_seq_len ({model.max_seq_len}) tokens"
+        )
     n_heads, n_kv_heads = getattr(model, "n_heads", tp), getattr(model, "n_kv_heads", tp)
     if n_heads % tp:
         raise UserError(f"model.n_heads ({n_heads}) must be a multiple of mesh.tp ({tp})")
@@ -82,7 +87,7 @@ def _check_tensor_parallel(config: Config) -> None:
         raise UserError(f"mesh.tp ({tp}) must divide model.n_kv_heads ({n_kv_heads}), or be a multiple of it")
     if config.mesh.sequence_parallel and config.train.seq_len % tp:
         raise UserError(
-            f"train.seq_len ({config.train.seq_len}) must be a multiple of mesh.tp ({tp}), or mesh.sequence_parallel false"
+            f"train.seq_len ({config.train.seq_len}) must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel"
         )
 
 

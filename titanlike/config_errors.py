@@ -1,4 +1,8 @@
-"""From what pydantic says about a config to one sentence that a person can act on."""
+"""From what is wrong with a config to one sentence that a person can act on.
+
+Types and ranges are checked by pydantic, key names by a walk over the table of keys, which can then suggest the nearest
+name from the whole config. A mistake's place (file or command line) comes from the caller's `where(path)`.
+"""
 
 import dataclasses
 import json
@@ -7,43 +11,46 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from titanlike.config_keys import Key, choices, generic, keys_of, nearest, type_name
+from titanlike.config_keys import Key, choices, entry, general, keys_of, nearest, type_name
 from titanlike.errors import UserError
 
 SectionType = TypeVar("SectionType", bound=BaseModel)
+Where = Callable[[str], str]
 
 
-def _nowhere(path: str) -> str:
+def nowhere(path: str) -> str:
+    """The `where` of a config that was made in Python."""
     return ""
 
 
-def unknown_key(path: str, keys: Mapping[str, Key], where: Callable[[str], str] = _nowhere) -> UserError:
+def unknown_key(path: str, keys: Mapping[str, Key], where: Where = nowhere) -> UserError:
     """The error for a key that does not exist, with the nearest one that does."""
-    suggestion = nearest(path, keys)
-    at = generic(path.rpartition(".")[0], dict(keys))  # inside a list or a named table: suggest the concrete path
-    if at is not None and suggestion.rpartition(".")[0] == at:
-        suggestion = f"{path.rpartition('.')[0]}.{suggestion.rpartition('.')[2]}"
+    suggestion = nearest(general(path), [name for name, key in keys.items() if not key.is_element])
+    above = path.rpartition(".")[0]
+    if "[" in above and suggestion.startswith(f"{general(above)}."):
+        suggestion = above + suggestion.removeprefix(general(above))  # name the list's element that was written
     return UserError(f"unknown key {path}{where(path)}: the nearest valid key is {suggestion}")
 
 
-def check_keys(raw: Mapping[str, Any], keys: dict[str, Key], where: Callable[[str], str] = _nowhere) -> None:
-    """Walk nested tables and raise `UserError` for the first key that is not in `keys`, at any depth."""
+def check_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], where: Where = nowhere) -> None:
+    """Walk nested tables and raise `UserError` for the first key that is not in `keys`, at any depth.
+
+    A table where a list belongs, or the other way round, is left to the check of the types.
+    """
 
     def walk(value: Any, path: str) -> None:
-        if path:
-            entry = generic(path, keys)
-            if entry is None:
-                # A whole table of an unknown name: speak about the first key in it, that is what was meant.
-                while isinstance(value, Mapping) and value:
-                    name, value = next(iter(value.items()))
-                    path = f"{path}.{name}"
-                raise unknown_key(path, keys, where)
-            if not keys[entry].section:
-                return
-        if isinstance(value, Mapping):
+        at = entry(path, keys)
+        if isinstance(value, Mapping) and (not path or any(key.startswith(f"{at}.") for key in keys)):
             for name, inner in value.items():
-                walk(inner, f"{path}.{name}" if path else name)
-        elif isinstance(value, list):
+                below = f"{path}.{name}" if path else name
+                if entry(below, keys) is None:
+                    # A whole table of an unknown name: speak about the first key in it, that is what was meant.
+                    while isinstance(inner, Mapping) and inner:
+                        name, inner = next(iter(inner.items()))
+                        below = f"{below}.{name}"
+                    raise unknown_key(below, keys, where)
+                walk(inner, below)
+        elif isinstance(value, list) and f"{at}[]" in keys:
             for index, inner in enumerate(value):
                 walk(inner, f"{path}[{index}]")
 
@@ -55,20 +62,19 @@ def validate(
     raw: Mapping[str, Any],
     prefix: str = "",
     keys: Mapping[str, Key] | None = None,
-    where: Callable[[str], str] = _nowhere,
+    where: Where = nowhere,
 ) -> SectionType:
     """`section` from plain values, strictly typed. `prefix` is the path of the section ("model."), for the messages.
 
     Raises:
         UserError: the first mistake, as one sentence.
     """
-    keys = keys_of(section, prefix) if keys is None else keys
     try:
         # Through JSON, because there pydantic's strict mode means what a reader of TOML expects: a list may become a
         # tuple and a string a path, but a string never becomes a number.
         return section.model_validate_json(json.dumps(raw, default=plain), strict=True, context={"where": where})
     except ValidationError as error:
-        raise UserError(_sentence(error, prefix, keys, where)) from error
+        raise UserError(_sentence(error, prefix, keys_of(section, prefix) if keys is None else keys, where)) from error
 
 
 def plain(value: Any) -> Any:
@@ -78,7 +84,7 @@ def plain(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
-def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], where: Callable[[str], str]) -> str:
+def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], where: Where) -> str:
     """The first mistake of a ValidationError."""
     details = error.errors(include_url=False)
     path = _path(details[0]["loc"], prefix, keys)
@@ -88,15 +94,13 @@ def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], wher
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "value_error":
         cause = context["error"]
-        if isinstance(cause, UserError) or not path:
-            return str(cause)
-        return f"{path}{where(path)}: {cause}"
+        return str(cause) if isinstance(cause, UserError) else f"{path}{where(path)}: {cause}".removeprefix(": ")
     if kind == "extra_forbidden":
         return str(unknown_key(path, keys, where))
-    entry = generic(path, dict(keys))
-    annotation = keys[entry].annotation if entry is not None else object
+    at = entry(path, keys)
+    annotation = keys[at].annotation if at is not None else object
     if kind == "missing":
-        return f"{path} is missing{where(path)}: it must be {type_name(annotation)}"
+        return f"{path} is missing: it must be {type_name(annotation)}"
     got = f"got {_short(value)}{where(path)}"
     if kind == "literal_error":
         allowed = choices(annotation)
@@ -125,18 +129,18 @@ def _path(location: tuple[str | int, ...], prefix: str, keys: Mapping[str, Key])
     """The key's path from pydantic's location, without the names of types that it appends to the keys of unions."""
     path = prefix.removesuffix(".")
     for part in location:
-        longer = f"{path}[{part}]" if isinstance(part, int) else f"{path}.{part}" if path else part
-        within = generic(path, dict(keys)) if path else None
-        if within is not None and not keys[within].section:
-            return longer if isinstance(part, int) else path
-        path = longer
+        at = entry(path, keys)
+        leaf = at is not None and not keys[at].section
+        if isinstance(part, int):
+            path = f"{path}[{part}]"
+        elif leaf:
+            return path
+        else:
+            path = f"{path}.{part}" if path else part
     return path
 
 
 def _short(value: Any) -> str:
     """A value as a TOML reader writes it, cut to a readable length."""
-    try:
-        text = json.dumps(value, default=plain, ensure_ascii=False)
-    except ValueError:
-        text = repr(value)
+    text = json.dumps(value, default=plain, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -43,8 +43,8 @@ def _others(path: Path) -> str:
 def from_text(text: str, key: Key | None) -> Any:
     """The value that a text typed for `key` stands for: TOML where it is TOML, else the text itself.
 
-    A key that holds strings and nothing else takes the text as it is (`--run.name 2024`), or without its quotes. Numbers
-    may leave out the digits before or after the point.
+    A key that holds strings and nothing else takes the text as it is (`--run.name 2024`), or without its quotes.
+    Numbers may leave out the digits before or after the point.
     """
     parsed = _toml_value(text)
     if isinstance(parsed, str):

@@ -1,15 +1,15 @@
-"""The keys of a config as data: every dotted path with its type, default and meaning, and the nearest one to a wrong path.
+"""The keys of a config as data: every dotted path with its type, default and meaning, and the nearest to a wrong path.
 
 Everything that speaks about keys (help, overrides, error sentences) works from one table that is read off the pydantic
-sections, so no list of keys is kept by hand. `[]` in a path stands for any element of a list, `*` for any name in a table
-whose names the user chooses.
+sections, so no list of keys is kept by hand. `[]` in a path stands for any element of a list, `*` for any name in a
+table whose names the user chooses.
 """
 
 import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ MISSING = PydanticUndefined  # the default of a key that must be given
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `section` is true when it is a table, or a list of tables, with keys of its own."""
+    """One key. `section` is true when it is a table with keys of its own, or holds such tables."""
 
     path: str
     annotation: object
@@ -29,19 +29,29 @@ class Key:
     doc: str
     section: bool = False
 
+    @property
+    def is_element(self) -> bool:
+        """Whether it stands for any element of a list or of a table of tables: nothing to suggest or to list."""
+        return self.path.endswith(("[]", ".*"))
+
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> dict[str, Key]:
     """All keys below `section`, by dotted path, tables before their contents, in the order of the source."""
     found: dict[str, Key] = {}
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
-        default = (
-            field.get_default(call_default_factory=True, validated_data={}) if not field.is_required() else MISSING
-        )
         inner = list(_sections_in(field.annotation))
+        default = field.default
+        if field.default_factory is not None and not inner:
+            # Not for sections: making one may import its model, and says no more than the defaults of its keys.
+            default = field.default_factory()
         found[path] = Key(path, field.annotation, default, field.description or "", section=bool(inner))
         for suffix, nested in inner:
-            found.update(keys_of(nested, f"{path}{suffix}."))
+            element = path
+            for part in re.findall(r"\[\]|\.\*", suffix):
+                element += part
+                found[element] = Key(element, nested, MISSING, "", section=True)
+            found |= keys_of(nested, f"{element}.")
     return found
 
 
@@ -62,11 +72,14 @@ def _sections_in(annotation: object) -> Iterator[tuple[str, type[BaseModel]]]:
         yield from ((".*" + suffix, nested) for suffix, nested in _sections_in(args[1]))
 
 
-def generic(path: str, keys: dict[str, Key]) -> str | None:
-    """The entry of `keys` that a concrete path falls under (`optimizer.groups[0].match` -> `optimizer.groups[].match`)."""
-    if path in keys:
-        return path
-    path = re.sub(r"\[\d+\]", "[]", path)
+def general(path: str) -> str:
+    """The path with every list index as `[]`."""
+    return re.sub(r"\[\d+\]", "[]", path)
+
+
+def entry(path: str, keys: Mapping[str, Key]) -> str | None:
+    """The entry of `keys` for a concrete path (`optimizer.groups[0].match`: `optimizer.groups[].match`), or None."""
+    path = general(path)
     if path in keys:
         return path
     for candidate in keys:
@@ -77,7 +90,7 @@ def generic(path: str, keys: dict[str, Key]) -> str | None:
 
 def nearest(path: str, candidates: Iterable[str]) -> str:
     """The candidate most like `path`. The last name counts most, so the right name in a wrong section is found too."""
-    section, _, leaf = path.rpartition(".")
+    section, _, leaf = path.lower().replace("-", "_").rpartition(".")
 
     def score(candidate: str) -> float:
         other_section, _, other_leaf = candidate.rpartition(".")
@@ -111,20 +124,21 @@ def type_name(annotation: object) -> str:
         return "one of " + ", ".join(str(value) for value in args)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(type_name(arg) for arg in args if arg is not type(None)))
-    if origin in (list, tuple):
-        return "a list of " + _plural(type_name(args[0])) if args else "a list"
-    if origin is dict or annotation is dict:
+    if origin in (list, tuple) and args:
+        one = type_name(args[0])
+        plural = {"an integer": "integers", "a number": "numbers", "a string": "strings", "a table": "tables"}
+        return f"a list of {plural.get(one, f'values, each {one}')}"
+    if dict in (origin, annotation) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "a table"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "a table"
-    simple = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+    simple = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        Path: "a path",
+        list: "a list",
+    }
     return simple.get(annotation, str(annotation).removeprefix("typing."))
-
-
-def _plural(name: str) -> str:
-    return {"an integer": "integers", "a number": "numbers", "a string": "strings", "a path": "paths"}.get(
-        name, "tables" if name == "a table" else f"values, each {name}"
-    )
 
 
 def holds(annotation: object, kinds: tuple[type, ...]) -> bool:
