@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -346,10 +346,20 @@ def _loopback() -> str:
 class Launched:
     """A running `torchrun`: see `launching`."""
 
-    def __init__(self, process: subprocess.Popen[str], command: list[str], mark: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], command: list[str], mark: str, folder: Path) -> None:
         self.process = process
         self.command = command
         self._mark = mark
+        self._folder = folder
+
+    @property
+    def stdout(self) -> str:
+        """What the launcher and its ranks have written so far."""
+        return (self._folder / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return (self._folder / "stderr").read_text(errors="replace")
 
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the live ranks, by rank. Empty until the launcher has started them."""
@@ -363,7 +373,7 @@ class Launched:
     def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """Wait for the end; whole stdout and stderr as text. After `timeout` seconds: `RankError` with the stacks."""
         try:
-            out, err = self.process.communicate(timeout=timeout)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             ranks = self.rank_pids()
             for pid in ranks.values():
@@ -371,30 +381,28 @@ class Launched:
                     os.kill(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER: dumps its stacks to stderr
             time.sleep(1.0)
             self.kill()
-            out, err = self.process.communicate()
+            output = f"stdout:\n{self.stdout}\nstderr:\n{self.stderr}"
             raise RankError(
-                f"{' '.join(self.command)}\ndid not finish in {timeout:g} s\nstdout:\n{out}\nstderr:\n{err}",
+                f"{' '.join(self.command)}\ndid not finish in {timeout:g} s\n{output}",
                 min(ranks, default=0),
-                {rank: err for rank in ranks},
+                {rank: self.stderr for rank in ranks},
             ) from None
-        return subprocess.CompletedProcess(self.command, self.process.returncode, out, err)
+        return subprocess.CompletedProcess(self.command, code, self.stdout, self.stderr)
 
     def kill(self) -> None:
         """Kill the launcher, its ranks and all that they started, wherever these have moved to."""
-        for _ in range(10):
-            marked = [pid for pid, _ in _marked(self._mark)]
-            if not marked:
-                break
+        while marked := [pid for pid, _ in _marked(self._mark)]:
             for pid in marked:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        if self.process.poll() is None:
-            self.process.kill()
+            self.process.poll()
+            time.sleep(0.02)
+        self.process.kill()  # where there is no /proc
+        self.process.wait()
 
 
 @contextlib.contextmanager
-def launching(argv: Sequence[str | Path], nproc: int, env: Mapping[str, str] | None = None) -> Iterator[Launched]:
+def launching(argv: Sequence[str | Path], nproc: int, env: Mapping[str, str] | None = None) -> Generator[Launched]:
     """Start `argv` (a script and its arguments) under torchrun in the repository's root, and go on beside it.
 
     `env` is added to the environment. At the end of the block everything that still runs is killed.
@@ -410,24 +418,24 @@ def launching(argv: Sequence[str | Path], nproc: int, env: Mapping[str, str] | N
         **(env or {}),
         "RANKS_MARK": mark,
     }
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    launched = Launched(process, command, mark)
-    try:
-        yield launched
-    finally:
-        launched.kill()
-        with contextlib.suppress(ValueError):  # the pipes are closed already after `wait`
-            process.communicate()
+    with tempfile.TemporaryDirectory(prefix="launch-") as name:
+        folder = Path(name)
+        # Files, not pipes: a pipe ends when the last process that inherited it ends, which may be never.
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        launched = Launched(process, command, mark, folder)
+        try:
+            yield launched
+        finally:
+            launched.kill()
 
 
 def launch(
@@ -450,6 +458,6 @@ def _marked(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
             environ = (entry / "environ").read_bytes().decode(errors="replace")
         except OSError:
             continue  # gone, or another user's
-        if f"RANKS_MARK={mark}" in environ:
+        if f"RANKS_MARK={mark}" in environ:  # a zombie's environ is empty: it has ended
             pairs = (item.partition("=") for item in environ.split("\0") if item)
             yield int(entry.name), {name: value for name, _, value in pairs}
