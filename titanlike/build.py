@@ -1,0 +1,217 @@
+"""From a config and a mesh to what a rank trains: its pipeline stages, cut, materialised, under ZeRO-1.
+
+The order is that of DESIGN's walk: model on meta -> pipeline stages -> tensor plan -> activation checkpointing -> compile
+-> weights -> ZeRO-1. Property: the initial weights are a function of (seed, parameter name), bitwise the same on all meshes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallelize.activation_checkpoint import apply_activation_checkpoint
+from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stages_of_rank
+from parallelize.tensor import apply_tensor_plan, check_plan
+from parallelize.zero import NamedParameter, Zero, local_part
+from titanlike.config import Config, OptimizerConfig
+from titanlike.loss import cross_entropy_sum
+from titanlike.mesh import Mesh
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of master weights, gradient sums and moments for a compute dtype: float32, or float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """A generator whose state is a function of (seed, name) alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return generator
+
+
+def draw_parameter(model: nn.Module, seed: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The whole initial value of a parameter, float32: drawn in full on every rank, which then keeps its part."""
+    value = torch.empty(shape, dtype=torch.float32, device=device)
+    model.init_parameter(name, value, generator_for(seed, name, device))
+    return value
+
+
+def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The torch optimizer over parameter groups that carry `lr_scale` and `weight_decay`, its state made at once, so that a
+    checkpoint of step 0 is complete and one can be loaded before the first step."""
+    if config.name == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if config.name == "adamw":
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+            elif config.momentum:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return optimizer
+
+
+def group_of(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """(lr_scale, weight_decay) of a parameter: no decay on vectors (norms and biases), and, if asked, on embeddings."""
+    decay = 0.0 if len(shape) < 2 or ("embedding" in name and not config.decay_embeddings) else config.weight_decay
+    for group in config.groups:
+        if re.search(group.match, name):
+            return group.lr_scale, decay if group.weight_decay is None else group.weight_decay
+    return 1.0, decay
+
+
+@dataclasses.dataclass
+class Built:
+    """What a rank trains."""
+
+    plain: nn.Module
+    """the whole model on meta"""
+    stages: list[Stage]
+    """this rank's stages, ascending"""
+    stage_indices: list[int]
+    stage_ranks: list[int]
+    """stage index -> pp coordinate"""
+    layers_per_stage: list[int]
+    zero: Zero
+    dtype: torch.dtype
+
+
+def plan_module(architecture: str) -> Any:
+    """The module of `parallelize` with the tables of an architecture; for an import path, the module it lies in."""
+    return importlib.import_module(f"parallelize.{architecture}" if ":" not in architecture else architecture.split(":")[0])
+
+
+def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None) -> Built:
+    """Build this rank's part of the run. All ranks call it together. `prepare` is applied to each stage before weights are
+    made (tests plant faults with it)."""
+    device = mesh.device
+    dtype = DTYPES[config.train.dtype]
+    model_config = config.model_config_for(vocab_size)
+    with torch.device("meta"):
+        plain = config.architecture.model_class(model_config).to(dtype)
+    tables = plan_module(config.model.architecture)
+
+    # Pipeline stages.
+    per_rank, v_shaped = (config.stages_per_rank, SCHEDULES[config.pipeline.schedule][2]) if mesh.pp > 1 else (1, False)
+    num_stages = mesh.pp * per_rank
+    first_cost, layer_costs, last_cost = tables.stage_costs(model_config, config.train.seq_len)
+    split = config.pipeline.split or split_layers(layer_costs, first_cost, last_cost, num_stages)
+    indices = stages_of_rank(mesh.coordinate("pp"), mesh.pp, per_rank, v_shaped)
+    stage_ranks = [0] * num_stages
+    for pp_rank in range(mesh.pp):
+        for index in stages_of_rank(pp_rank, mesh.pp, per_rank, v_shaped):
+            stage_ranks[index] = pp_rank
+
+    # The tensor plan.
+    tp_mesh = mesh.device_mesh["tp"] if mesh.tp > 1 else None
+    stream = None
+    if tp_mesh is not None:
+        stream = Shard(1) if config.mesh.sequence_parallel else Replicate()
+        plan = tables.tensor_plan(model_config, mesh.tp, config.mesh.sequence_parallel)
+        check_plan(plain, plan)
+    stages = []
+    for index in indices:
+        model = cut_stage(plain, split, index, tables.FIRST_PARTS, tables.LAST_PARTS)
+        if tp_mesh is not None:
+            apply_tensor_plan(model, tp_mesh, plan)
+        first, last = index == 0, index == num_stages - 1
+        stage = Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream)
+        for block in model.layers.values():
+            apply_activation_checkpoint(block, config.activation_checkpoint.mode)
+        if prepare is not None:
+            prepare(stage)
+        stages.append(stage)
+
+    # Weights.
+    tied = plain.tied_parameters
+    parameters = materialise(stages, indices, tied, device)
+    shared = set(tied.values())
+    spread = stage_ranks[0] != stage_ranks[-1]
+    pair = mesh.pair_group(stage_ranks[0], stage_ranks[-1]) if shared and spread else None
+    for i, named in enumerate(parameters):
+        if named.name in shared and num_stages > 1:
+            parameters[i] = dataclasses.replace(
+                named, stage=-1, tied_across=pair, counts=pair is None or mesh.coordinate("pp") == stage_ranks[0]
+            )
+    zero = Zero(
+        parameters,
+        dp_group=mesh.group("dp"),
+        tp_group=mesh.group("tp") if mesh.tp > 1 else None,
+        master_dtype=master_dtype(dtype),
+        bucket_bytes=config.optimizer.bucket_mb * 1e6,
+        make_optimizer=lambda groups: make_optimizer(config.optimizer, groups),
+        group_of=lambda name, shape: group_of(config.optimizer, name, shape),
+    )
+    for named in parameters:
+        shape = tuple(named.parameter.shape)
+        whole = draw_parameter(plain, config.run.seed, named.name, shape, device)
+        local = whole[tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_part(named.parameter).shape, strict=True))]
+        zero.set_master(named.name, local)
+    zero.gather()
+    return Built(plain, stages, indices, stage_ranks, split, zero, dtype)
+
+
+def materialise(stages: list[Stage], indices: list[int], tied: dict[str, str], device: torch.device) -> list[NamedParameter]:
+    """Replace the meta parameters of the stages by real ones, uninitialised; names that are tied share one parameter."""
+    made: dict[str, NamedParameter] = {}
+    for stage, index in zip(stages, indices, strict=True):
+        for path, parameter in list(stage.model.named_parameters(remove_duplicate=False)):
+            name = tied.get(path, path)
+            if name not in made:
+                made[name] = NamedParameter(name, _materialised(parameter, device), index, _box_offset(parameter))
+            owner, _, attribute = path.rpartition(".")
+            setattr(stage.model.get_submodule(owner), attribute, made[name].parameter)
+    return list(made.values())
+
+
+def _materialised(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(torch.empty_like(parameter, device=device))
+    local = torch.empty(local_part(parameter).shape, dtype=parameter.dtype, device=device)
+    return nn.Parameter(
+        DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    )
+
+
+def _box_offset(parameter: Tensor) -> tuple[int, ...]:
+    """Where this rank's part starts in the whole parameter: torch.chunk's rule, ceil(size / ranks) to each rank."""
+    offset = [0] * max(parameter.dim(), 1)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for placement in parameter.placements:
+            if isinstance(placement, Shard):
+                size = parameter.shape[placement.dim]
+                offset[placement.dim] = min(-(-size // mesh.size()) * mesh.get_local_rank(), size)
+    return tuple(offset)
+
+
+def process_groups_in_use(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """The groups of this rank along each axis that has more than one rank."""
+    return [mesh.group(axis) for axis in ("pp", "dp", "tp") if mesh.degree(axis) > 1]

@@ -1,0 +1,99 @@
+"""The mesh of ranks: axes pp, dp, tp, outermost first, so that tensor-parallel ranks are neighbours on one machine.
+
+Properties: every question about ranks, groups and devices is answered here. Nothing else in the code reads RANK or asks
+for `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp", "tp")
+
+
+def world_size() -> int:
+    """The number of ranks that the launcher started; 1 without a launcher. Needs no process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device of this rank: `cpu`, `cuda`, or the machine's accelerator where there is one (`auto`)."""
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        name = accelerator.type if accelerator is not None and accelerator.type == "cuda" else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def init_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
+    """Join the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Without a launcher, a group of one.
+
+    Raises the store's error if the other ranks do not come within `timeout_s` seconds.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    device_id = device if device.type == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+
+
+class Mesh:
+    """Degrees, coordinates and process groups of this rank. Made by all ranks together, after `init_distributed`."""
+
+    def __init__(self, pp: int, dp: int, tp: int, device: torch.device) -> None:
+        world = dist.get_world_size()
+        assert pp * dp * tp == world, f"pp {pp} x dp {dp} x tp {tp} is not the world size {world}"
+        self.pp, self.dp, self.tp = pp, dp, tp
+        self.device = device
+        self.rank = dist.get_rank()
+        self.device_mesh: DeviceMesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
+        self._coordinates = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
+
+    def degree(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along `axis`, from 0."""
+        return self._coordinates[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one along `axis` alone."""
+        return self.device_mesh.get_group(axis)
+
+    def rank_at(self, pp: int, dp: int, tp: int) -> int:
+        """The global rank at these coordinates."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the job: global rank 0."""
+        return self.rank == 0
+
+    def pair_group(self, first_pp: int, last_pp: int) -> dist.ProcessGroup | None:
+        """The group of the two ranks at pp coordinates first_pp and last_pp that share this rank's dp and tp coordinates.
+
+        All ranks must call it (every rank takes part in making each group); ranks at other pp coordinates get None.
+        """
+        mine = None
+        for dp in range(self.dp):
+            for tp in range(self.tp):
+                ranks = [self.rank_at(first_pp, dp, tp), self.rank_at(last_pp, dp, tp)]
+                group = dist.new_group(ranks)
+                if self.rank in ranks:
+                    mine = group
+        return mine

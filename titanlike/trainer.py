@@ -1,0 +1,206 @@
+"""One training step, and validation, on any mesh.
+
+Properties:
+- The numbers of a step (loss, gradient norm, token count) are global: one small all-reduce over all ranks gives every rank
+  the same ones, and what is decided from them is decided alike everywhere.
+- Gradients are sums over tokens until the update, so microbatches, accumulation and dp cannot change their scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelize.pipeline import Stage, build_schedule, run_forward
+from titanlike.build import build
+from titanlike.config import Config
+from titanlike.loss import IGNORE
+from titanlike.mesh import Mesh
+from titanlike.schedule import lr_factor
+
+
+@dataclasses.dataclass
+class StepResult:
+    """The global numbers of one optimizer step. Tensors, so that reading them (a device sync) is the caller's choice."""
+
+    loss: Tensor
+    """mean token loss over the global batch in nats, float64"""
+    grad_norm: Tensor
+    """global norm of the gradient of that mean, before clipping, float64"""
+    lr: float
+    """learning rate of this step, before the groups' own scale"""
+    tokens: Tensor
+    """valid labels in the global batch, float64"""
+
+
+class Trainer:
+    """What a rank trains, and how it takes a step. All ranks of the mesh make one and call its methods together."""
+
+    def __init__(
+        self, config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.built = build(config, mesh, vocab_size, prepare)
+        self.zero = self.built.zero
+        self.accumulation = config.accumulation(mesh.dp)
+        self.step_count = 0
+        """optimizer steps taken"""
+        self._schedules: dict[int, Any] = {}
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        """Take one optimizer step on this dp coordinate's rows of a global batch (titanlike.data.Batch)."""
+        loss_sum = self.forward_backward(batch)
+        self.zero.finish_reduction()
+        totals = self.global_totals(loss_sum, batch.labels)
+        step = self.step_count + 1
+        lr = self.config.optimizer.lr * lr_factor(self.config.schedule, self.config.train.steps, step)
+        count = totals[1].clamp(min=1)
+        grad_norm = totals[2].sqrt() / count
+        factor = 1 / count
+        limit = self.config.train.max_grad_norm
+        if limit > 0:
+            factor = factor * (limit / (grad_norm + 1e-6)).clamp(max=1)
+        self.zero.step(factor, lr)
+        self.zero.gather()
+        self.step_count = step
+        return StepResult(totals[0] / count, grad_norm, lr, totals[1])
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Run all microbatches. Returns the sum of this rank's token losses, 0 on ranks without the last stage."""
+        inputs = self._inputs(batch)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        with self._loss_context():
+            if self.mesh.pp == 1:
+                stage = self.built.stages[0]
+                for i in range(self.accumulation):
+                    if i == self.accumulation - 1:
+                        self.zero.last_microbatch()
+                    loss = stage(**self._microbatch(inputs, i))
+                    loss.backward()
+                    total += loss.detach().sum()
+                return total
+            tokens = inputs.pop("x")
+            losses: list[Tensor] = []
+            schedule = self._schedule(tokens.shape[1])
+            arguments = (tokens,) if self.built.stages[0].first else ()
+            schedule.step(*arguments, target=inputs["labels"], losses=losses, **inputs)
+        for loss in losses:
+            total += loss.detach().sum()
+        return total
+
+    def global_totals(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
+        """[loss sum, valid labels, square of the gradient sums' norm] over the whole global batch and model, float64 [3].
+
+        All ranks take part; each loss is counted where its last stage is, on one tp rank.
+        """
+        return self._totals(loss_sum, (labels != IGNORE).sum(), self.zero.sum_of_squares())
+
+    def _totals(self, loss_sum: Tensor, count: Tensor, squares: Tensor) -> Tensor:
+        values = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        if self.built.stages[-1].last and self.mesh.coordinate("tp") == 0:
+            values[0] = loss_sum
+            values[1] = count
+        values[2] = squares
+        dist.all_reduce(values)
+        return values
+
+    # -- validation --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Any]) -> tuple[float, int]:
+        """(mean token loss in nats, valid labels) over batches that every dp coordinate has the same number of."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        count = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        with self._loss_context():
+            for batch in batches:
+                loss += self._forward(batch)
+                count += (batch.labels != IGNORE).sum()
+        totals = self._totals(loss, count, torch.zeros_like(loss)).tolist()
+        return totals[0] / max(totals[1], 1.0), int(totals[1])
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows per dp coordinate of a validation batch: that of a training step, so that a pipeline is filled alike."""
+        return self.config.train.microbatch_size * (self.accumulation if self.mesh.pp > 1 else 1)
+
+    def _forward(self, batch: Any) -> Tensor:
+        inputs = self._inputs(batch)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        microbatches = inputs["labels"].shape[0] // self.config.train.microbatch_size
+        by_index = dict(zip(self.built.stage_indices, self.built.stages, strict=True))
+
+        def run(index: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+            stage = by_index[index]
+            arguments = self._microbatch(inputs, microbatch)
+            if hidden is not None:
+                arguments["x"] = hidden
+            out = stage(**arguments)
+            if stage.last:
+                total.add_(out.sum())
+                return None
+            return out
+
+        def border(_microbatch: int) -> Tensor:
+            shape = self._border_shape(inputs["labels"].shape[1])
+            return torch.empty(shape, dtype=self.built.dtype, device=self.mesh.device)
+
+        run_forward(run, self.built.stage_ranks, microbatches, self.mesh.group("pp"), border)
+        return total
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _inputs(self, batch: Any) -> dict[str, Tensor]:
+        named = {
+            "x": batch.tokens,
+            "labels": batch.labels,
+            "positions": batch.positions,
+            "document_ids": batch.document_ids,
+        }
+        return {k: v.to(self.mesh.device, non_blocking=True) for k, v in named.items() if v is not None}
+
+    def _microbatch(self, inputs: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+        rows = self.config.train.microbatch_size
+        return {k: v[index * rows : (index + 1) * rows] for k, v in inputs.items()}
+
+    def _loss_context(self) -> contextlib.AbstractContextManager[Any]:
+        if self.mesh.tp == 1:
+            return contextlib.nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
+
+    def _border_shape(self, seq_len: int) -> tuple[int, int, int]:
+        split = self.mesh.tp if self.config.mesh.sequence_parallel else 1
+        return self.config.train.microbatch_size, seq_len // split, self.built.plain.config.dim
+
+    def _schedule(self, seq_len: int) -> Any:
+        """torch's pipeline schedule for batches of this length; made once per length, for shapes are fixed in it."""
+        if seq_len not in self._schedules:
+            self._schedules[seq_len] = build_schedule(
+                self.config.pipeline.schedule,
+                self.built.stages,
+                self.built.stage_indices,
+                len(self.built.stage_ranks),
+                self.accumulation,
+                self.mesh.group("pp"),
+                self.mesh.device,
+                self._border_shape(seq_len),
+                (self.config.train.microbatch_size, seq_len),
+                self.built.dtype,
+                self._after_backward,
+            )
+        return self._schedules[seq_len]
+
+    def _after_backward(self, stage: int, done: int) -> None:
+        self.zero.collect()
+        if done == self.accumulation:
+            self.zero.reduce_stage(stage)
