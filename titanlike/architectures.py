@@ -12,7 +12,9 @@ import functools
 import importlib
 import inspect
 import itertools
+import operator
 import pkgutil
+import re
 import textwrap
 import types
 import typing
@@ -44,7 +46,7 @@ def resolve(name: str) -> Architecture:
     Raises:
         UserError: there is no such module or class, or it has no config dataclass.
     """
-    if ":" in name:
+    if re.fullmatch(r"\w+(\.\w+)*:\w+", name):
         module_name, _, class_name = name.partition(":")
         try:
             module = importlib.import_module(module_name)
@@ -67,15 +69,15 @@ def resolve(name: str) -> Architecture:
                 "your own is given as 'package.module:Class'"
             )
     config_class = getattr(model_class, "config_class", None)
-    if not dataclasses.is_dataclass(config_class):
-        raise UserError(f"model.architecture {name!r}: {model_class.__name__}.config_class must be a dataclass")
+    if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
+        raise UserError(f"model.architecture {name!r}: its config_class must be a dataclass")
     return Architecture(name, model_class, config_class, _section_of(config_class), getattr(module, "PRESETS", {}))
 
 
 def _section_of(config_class: type) -> type[Section]:
     """A section with the dataclass's fields: the same types (nested dataclasses become tables), defaults and docs."""
     hints, docs = typing.get_type_hints(config_class), _field_docs(config_class)
-    fields = {}
+    fields: dict[str, typing.Any] = {}
     for field in dataclasses.fields(config_class):
         settings: dict[str, typing.Any] = {"description": docs.get(field.name)}
         if field.default_factory is not dataclasses.MISSING:
@@ -95,9 +97,9 @@ def _with_sections(annotation: typing.Any) -> typing.Any:
         return _section_of(annotation)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return typing.Union[tuple(_with_sections(arg) for arg in args)]  # noqa: UP007 (built at run time)
+        return functools.reduce(operator.or_, (_with_sections(arg) for arg in args))
     if origin in (list, tuple, dict):
-        return origin[tuple(_with_sections(arg) for arg in args)]
+        return types.GenericAlias(origin, tuple(_with_sections(arg) for arg in args))
     return annotation
 
 
@@ -106,9 +108,10 @@ def _field_docs(config_class: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for base in reversed(config_class.__mro__[:-1]):
         try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+            statements = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except (OSError, TypeError):
             continue
+        body = statements[0].body if isinstance(statements[0], ast.ClassDef) else []
         for statement, after in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

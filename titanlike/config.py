@@ -30,9 +30,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from titanlike import architectures
 from titanlike import config_combinations as combinations
 from titanlike.checkpoint.config import CheckpointConfig
-from titanlike.config_errors import check_keys, nowhere, plain, validate
+from titanlike.config_errors import check_keys, nowhere, plain, unknown_key, validate
 from titanlike.config_input import from_text, read_toml, set_path
-from titanlike.config_keys import Key, keys_of
+from titanlike.config_keys import Key, entry, keys_of
 from titanlike.data.config import DataConfig, ValidationConfig
 from titanlike.errors import UserError
 from titanlike.metrics.config import MetricsConfig
@@ -88,7 +88,7 @@ class ModelConfig(Section, extra="allow"):
         built = architectures.build(architecture, dict(section), vocab_size=None)
         settled = {name: value if value is not None else getattr(built, name) for name, value in section}
         if "vocab_size" in settled:
-            settled["vocab_size"] = section.vocab_size
+            settled["vocab_size"] = values.get("vocab_size")
         return own | settled
 
 
@@ -277,7 +277,7 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         """The run's own folder."""
-        return Path(self.run.dir) / self.run.name
+        return Path(self.run.dir).expanduser() / self.run.name
 
     @property
     def architecture(self) -> architectures.Architecture:
@@ -377,8 +377,9 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     raw = {} if path is None else read_toml(Path(path))
 
     def where(key: str) -> str:
-        if any(key == given or key.startswith((f"{given}.", f"{given}[")) for given in overrides):
-            return " on the command line"
+        for given in overrides:
+            if key == given or key.startswith((f"{given}.", f"{given}[")) or given.startswith(f"{key}."):
+                return " on the command line"
         return f" in {path}" if path is not None else ""
 
     model = raw.get("model")
@@ -388,6 +389,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     # A name that is no string is a mistake that validation reports; until then any architecture's keys will do.
     keys = config_keys(architecture if isinstance(architecture, str) else "llama")
     for key, value in overrides.items():
+        if value is None and entry(key, keys) is None:
+            raise unknown_key(key, keys, where)
         set_path(raw, key, from_text(value, keys.get(key)) if isinstance(value, str) else value)
     check_keys(raw, keys, where)
     return validate(Config, raw, keys=keys, where=where)

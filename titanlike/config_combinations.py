@@ -70,25 +70,27 @@ def _check_effect(config: Config) -> None:
         # that is the default says nothing, as when a config spells out everything.
         said = section_name == "pipeline" or getattr(section, name) != type(section).model_fields[name].default
         if name in section.model_fields_set and said:
-            raise UserError(f"{key} has no effect with {reason}: take it out, or change {reason.split(' = ')[0]}")
+            out = "--pipeline=" if section_name == "pipeline" else f"--{key}="
+            raise UserError(
+                f"{key} has no effect with {reason}: take it out (on the command line: {out}), or change "
+                f"{reason.split(' = ')[0]}"
+            )
 
 
 def _check_model(config: Config) -> None:
     """What the mesh and the batch ask of the model's sizes; an architecture that has no such size is not asked."""
     model, tp = config.model, config.mesh.tp
-    if config.train.seq_len > getattr(model, "max_seq_len", config.train.seq_len):
-        raise UserError(
-            f"train.seq_len ({config.train.seq_len}) is longer than model.max_seq_len ({model.max_seq_len}) tokens"
-        )
+    seq_len = config.train.seq_len
+    longest = getattr(model, "max_seq_len", seq_len)
+    if seq_len > longest:
+        raise UserError(f"train.seq_len ({seq_len} tokens) is longer than model.max_seq_len ({longest})")
     n_heads, n_kv_heads = getattr(model, "n_heads", tp), getattr(model, "n_kv_heads", tp)
     if n_heads % tp:
         raise UserError(f"model.n_heads ({n_heads}) must be a multiple of mesh.tp ({tp})")
     if n_kv_heads % tp and tp % n_kv_heads:
         raise UserError(f"mesh.tp ({tp}) must divide model.n_kv_heads ({n_kv_heads}), or be a multiple of it")
-    if config.mesh.sequence_parallel and config.train.seq_len % tp:
-        raise UserError(
-            f"train.seq_len ({config.train.seq_len}) must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel"
-        )
+    if config.mesh.sequence_parallel and seq_len % tp:
+        raise UserError(f"train.seq_len ({seq_len}) must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel")
 
 
 def _check_pipeline(config: Config, microbatches: int) -> None:

@@ -107,7 +107,8 @@ def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], wher
         hint = f" (the nearest is {nearest(value, allowed)!r})" if isinstance(value, str) and allowed else ""
         return f"{path} must be one of {', '.join(allowed)}{hint}, {got}"
     if kind in _ABOUT_THE_VALUE:
-        return f"{path} must be {_ABOUT_THE_VALUE[kind].format(**context)}, {got}"
+        limits = {name: _round(limit) for name, limit in context.items()}
+        return f"{path} must be {_ABOUT_THE_VALUE[kind].format(**limits)}, {got}"
     return f"{path} must be {type_name(annotation)}, {got}"
 
 
@@ -123,6 +124,11 @@ _ABOUT_THE_VALUE = {
     "too_long": "a list of at most {max_length}",
     "string_pattern_mismatch": "a string that matches {pattern}",
 }
+
+
+def _round(limit: Any) -> Any:
+    """A limit without the decimal point of a whole number."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 
 def _path(location: tuple[str | int, ...], prefix: str, keys: Mapping[str, Key]) -> str:

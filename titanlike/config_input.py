@@ -19,9 +19,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
-        raise UserError(f"the config file {path} does not exist{_others(path)}") from None
+        raise UserError(f"the config file {path} does not exist{_others(path.parent)}") from None
     except IsADirectoryError:
-        raise UserError(f"the config file {path} is a folder{_others(path / 'x')}") from None
+        raise UserError(f"the config file {path} is a folder{_others(path)}") from None
     except UnicodeDecodeError:
         raise UserError(f"the config file {path} is not UTF-8 text, so not TOML") from None
     except OSError as error:
@@ -32,12 +32,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"the config file {path} is not valid TOML: {error}") from None
 
 
-def _others(path: Path) -> str:
-    try:
-        names = sorted(other.name for other in path.parent.glob("*.toml"))
-    except OSError:
-        names = []
-    return f": {path.parent} has {', '.join(names)}" if names else ""
+def _others(folder: Path) -> str:
+    names = sorted(other.name for other in folder.glob("*.toml") if other.name != "pyproject.toml")
+    return f" ({folder} has {', '.join(names)})" if names else ""
 
 
 def from_text(text: str, key: Key | None) -> Any:
@@ -66,16 +63,20 @@ def _toml_value(text: str) -> Any:
 
 
 def set_path(tables: dict[str, Any], path: str, value: Any) -> None:
-    """Set `tables["a"]["b"]` for the path `a.b`, making tables on the way; None takes the key (or table) out.
+    """Set `tables["a"]["b"]` for the path `a.b`, making tables on the way; None takes the key, or table, out.
 
     Raises:
-        UserError: something on the way is not a table.
+        UserError: the path leads through something that is not a table.
     """
     *above, name = path.split(".")
+    if "[" in path:
+        raise UserError(f"{path} on the command line: a list is given whole, as TOML")
     for index, part in enumerate(above):
+        if value is None and part not in tables:
+            return
         tables = tables.setdefault(part, {})
         if not isinstance(tables, dict):
-            what = "a list: give it whole, as TOML" if isinstance(tables, list) else "no table: it has no keys below it"
+            what = "a list, which is given whole, as TOML" if isinstance(tables, list) else "not a table"
             raise UserError(f"{path} on the command line: {'.'.join(above[: index + 1])} is {what}")
     if value is None:
         tables.pop(name, None)

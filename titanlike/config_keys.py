@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -24,7 +25,7 @@ class Key:
     """One key. `section` is true when it is a table with keys of its own, or holds such tables."""
 
     path: str
-    annotation: object
+    annotation: Any
     default: object
     doc: str
     section: bool = False
@@ -41,10 +42,8 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> dict[str, Key]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         inner = list(_sections_in(field.annotation))
-        default = field.default
-        if field.default_factory is not None and not inner:
-            # Not for sections: making one may import its model, and says no more than the defaults of its keys.
-            default = field.default_factory()
+        # Not for sections: making one may import its model, and says no more than the defaults of its keys.
+        default = field.default if inner else field.get_default(call_default_factory=True)
         found[path] = Key(path, field.annotation, default, field.description or "", section=bool(inner))
         for suffix, nested in inner:
             element = path
@@ -55,7 +54,7 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> dict[str, Key]:
     return found
 
 
-def _sections_in(annotation: object) -> Iterator[tuple[str, type[BaseModel]]]:
+def _sections_in(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     """The sections an annotation may hold, each with what stands between the key and its name: "", "[]" or ".*"."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -97,7 +96,8 @@ def nearest(path: str, candidates: Iterable[str]) -> str:
         if not section:
             # Only a name was given: prefer a top-level name, then a key of that name anywhere.
             return _similarity(leaf, other_leaf) - (0.01 if other_section else 0.0)
-        return 0.7 * _similarity(leaf, other_leaf) + 0.3 * _similarity(section, other_section)
+        bonus = 0.1 if section == other_section else 0.0
+        return 0.7 * _similarity(leaf, other_leaf) + 0.3 * _similarity(section, other_section) + bonus
 
     return max(candidates, key=score)
 
@@ -108,14 +108,14 @@ def _similarity(a: str, b: str) -> float:
     return (matcher.ratio() + matcher.quick_ratio()) / 2
 
 
-def choices(annotation: object) -> list[str]:
+def choices(annotation: Any) -> list[str]:
     """The values that a Literal (also inside Optional or Annotated) allows, or an empty list."""
     if typing.get_origin(annotation) is typing.Literal:
         return [str(value) for value in typing.get_args(annotation)]
     return [choice for arg in typing.get_args(annotation) for choice in choices(arg)]
 
 
-def type_name(annotation: object) -> str:
+def type_name(annotation: Any) -> str:
     """The type of a key as a reader of TOML would say it: "an integer", "a list of strings", "one of a, b"."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -123,7 +123,8 @@ def type_name(annotation: object) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(str(value) for value in args)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(type_name(arg) for arg in args if arg is not type(None)))
+        names = list(dict.fromkeys(type_name(arg) for arg in args if arg is not type(None)))
+        return " or ".join(name for name in names if name != "an integer" or "a number" not in names)
     if origin in (list, tuple) and args:
         one = type_name(args[0])
         plural = {"an integer": "integers", "a number": "numbers", "a string": "strings", "a table": "tables"}
@@ -141,7 +142,7 @@ def type_name(annotation: object) -> str:
     return simple.get(annotation, str(annotation).removeprefix("typing."))
 
 
-def holds(annotation: object, kinds: tuple[type, ...]) -> bool:
+def holds(annotation: Any, kinds: tuple[type, ...]) -> bool:
     """Whether an annotation allows one of these plain types (looking into Optional, Union and Annotated)."""
     if typing.get_origin(annotation) is typing.Literal:
         return any(type(value) in kinds for value in typing.get_args(annotation))
