@@ -174,6 +174,17 @@ def test_each_folder_of_modules_is_a_package() -> None:
         assert (path.parent / "__init__.py").exists(), f"{path.parent.relative_to(ROOT)} has no __init__.py"
 
 
+def test_each_data_file_of_a_package_is_installed_with_it() -> None:
+    """Symptom: works in the clone; the installed package has the code and not the page that it fills in."""
+    declared = PROJECT["tool"]["setuptools"]["package-data"]
+    for package in PACKAGES:
+        folder = ROOT / package
+        installed = {path for pattern in declared.get(package, []) for path in folder.glob(pattern)}
+        for path in folder.rglob("*"):
+            if path.is_file() and path.suffix not in (".py", ".pyc"):
+                assert path in installed, path.relative_to(ROOT)
+
+
 # --- the README and the Makefile ---
 
 
