@@ -129,8 +129,9 @@ class Stage(nn.Module):
         for layer in model.layers.values():
             x = layer(x, context)
         if self.last:
-            return self.loss(model.head, x, labels).reshape(1)
-        return x.to_local() if isinstance(x, DTensor) else x
+            return torch.stack([self.loss(model.head, x, labels)])
+        # A copy, for to_local() is a view, which schedules with a split backward cannot detach.
+        return x.to_local().clone() if isinstance(x, DTensor) else x
 
 
 def timesteps(stage_ranks: Sequence[int], microbatches: int) -> list[dict[int, tuple[int, int]]]:

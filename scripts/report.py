@@ -22,7 +22,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, such as runs/llama")
-    parser.add_argument("--output", type=Path, help="the page; default RUN/report.html, or report.html for several runs")
+    parser.add_argument(
+        "--output", type=Path, help="the page; default RUN/report.html, or report.html for several runs"
+    )
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar=("A", "B"), help="print where two runs part instead of making a page"
     )

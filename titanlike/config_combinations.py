@@ -55,7 +55,7 @@ def without_effect(config: Config) -> dict[str, str]:
         inert["mesh.sequence_parallel"] = "mesh.tp = 1"
     optimizer, other = config.optimizer, {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
     inert |= {f"optimizer.{name}": f'optimizer.name = "{optimizer.name}"' for name in other[optimizer.name]}
-    if optimizer.weight_decay == 0 and all(group.weight_decay in (None, 0) for group in optimizer.groups):
+    if optimizer.weight_decay == 0:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
     if config.schedule.decay == "none":
         inert |= {f"schedule.{name}": 'schedule.decay = "none"' for name in ("decay_steps", "min_lr_ratio")}

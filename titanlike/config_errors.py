@@ -6,6 +6,7 @@ name from the whole config. A mistake's place (file or command line) comes from 
 
 import dataclasses
 import json
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -97,8 +98,7 @@ def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], wher
         return str(cause) if isinstance(cause, UserError) else f"{path}{where(path)}: {cause}".removeprefix(": ")
     if kind == "extra_forbidden":
         return str(unknown_key(path, keys, where))
-    at = entry(path, keys)
-    annotation = keys[at].annotation if at is not None else object
+    annotation = _annotation(path, keys)
     if kind == "missing":
         return f"{path} is missing: it must be {type_name(annotation)}"
     got = f"got {_short(value)}{where(path)}"
@@ -124,6 +124,16 @@ _ABOUT_THE_VALUE = {
     "too_long": "a list of at most {max_length}",
     "string_pattern_mismatch": "a string that matches {pattern}",
 }
+
+
+def _annotation(path: str, keys: Mapping[str, Key]) -> Any:
+    """The type of a key, or of an element of a list."""
+    at, above = entry(path, keys), entry(path.rpartition("[")[0], keys)
+    if at is not None:
+        return keys[at].annotation
+    held = keys[above].annotation if above is not None else Any
+    lists = [kind for kind in (held, *typing.get_args(held)) if typing.get_origin(kind) in (list, tuple)]
+    return typing.get_args(lists[0])[0] if lists else Any
 
 
 def _round(limit: Any) -> Any:

@@ -96,8 +96,9 @@ def nearest(path: str, candidates: Iterable[str]) -> str:
         if not section:
             # Only a name was given: prefer a top-level name, then a key of that name anywhere.
             return _similarity(leaf, other_leaf) - (0.01 if other_section else 0.0)
-        bonus = 0.1 if section == other_section else 0.0
-        return 0.7 * _similarity(leaf, other_leaf) + 0.3 * _similarity(section, other_section) + bonus
+        # What is exactly right, the name more than the section, is hardly ever the part that was mistyped.
+        exact = 0.3 * (leaf == other_leaf) + 0.1 * (section == other_section)
+        return 0.7 * _similarity(leaf, other_leaf) + 0.3 * _similarity(section, other_section) + exact
 
     return max(candidates, key=score)
 

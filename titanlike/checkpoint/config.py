@@ -21,14 +21,14 @@ class CheckpointConfig(Section):
     mode: Literal["async", "sync"] = "async"
     """`async` copies the state to host memory, then writes in the background; `sync` writes before the next step."""
     keep_last: int = Field(3, ge=0)
-    """Keep this many of the newest checkpoints and delete older ones; 0 keeps all. The newest good one is never deleted."""
+    """Keep this many of the newest checkpoints, delete older ones; 0 keeps all. The newest good one is never deleted."""
     keep_every: int = Field(0, ge=0)
     """Never delete a checkpoint whose step is a multiple of this; 0 turns it off."""
     load_step: int | None = Field(None, ge=0)
     """Resume from this step instead of the newest good checkpoint."""
     init_from: str | None = None
-    """Start from the weights alone of this path, with a fresh optimizer: a titanlike checkpoint, a run folder, or a Hugging
-    Face folder of safetensors. Ignored, with a word, when the run folder already has a checkpoint to resume from."""
+    """Start from the weights alone of this path, with a fresh optimizer: a titanlike checkpoint, a run folder, or a
+    Hugging Face folder of safetensors. Not used, with a word, if the run folder has a checkpoint to resume from."""
     on_corrupt: Literal["fallback", "error"] = "fallback"
     """When the newest checkpoint is damaged: `fallback` names it and takes the one before, `error` stops."""
     digest_interval: int = Field(0, ge=0)

@@ -1,8 +1,8 @@
 """What the trainer hands over: the part of a plain single-device tensor that this rank holds.
 
-A shard is an n-dimensional box of the tensor that a single device would hold, so a checkpoint knows nothing of meshes: whatever
-cut the tensor (tp, dp, pp) left boxes, and any other cut is loaded from them. `Shard` satisfies the protocol by which
-torch.distributed.checkpoint plans saves and loads (`torch.distributed._checkpointable`).
+A shard is an n-dimensional box of the tensor that a single device would hold, so a checkpoint knows nothing of meshes:
+whatever cut the tensor (tp, dp, pp) left boxes, and any other cut is loaded from them. `Shard` satisfies the protocol by
+which torch.distributed.checkpoint plans saves and loads (`torch.distributed._checkpointable`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Shard:
     """The box `[offset, offset + tensor.shape)` of a tensor of shape `global_shape`.
 
-    `tensor` is contiguous, on any device, and may be empty (a rank that dim 0 left nothing for). `load` writes into it in place.
-    The same box may be held by several ranks; it is stored once. Different boxes must not overlap, and together they must
-    cover the tensor.
+    `tensor` is contiguous, on any device, and may be empty (a rank that dim 0 left nothing for). `load` writes into it
+    in place. The same box may be held by several ranks: it is stored once, and the copies are checked against each
+    other. Different boxes must not overlap, and together they must cover the tensor.
     """
 
     tensor: torch.Tensor
@@ -34,22 +34,18 @@ class Shard:
         shape = tuple(self.tensor.shape)
         assert len(shape) == len(self.global_shape) == len(self.offset), (shape, self.global_shape, self.offset)
         assert self.tensor.is_contiguous(), "a shard's local tensor must be contiguous"
-        for size, start, whole in zip(shape, self.offset, self.global_shape, strict=True):
-            assert self.tensor.numel() == 0 or 0 <= start <= start + size <= whole, (
-                shape,
-                self.offset,
-                self.global_shape,
-            )
+        if self.tensor.numel():
+            for size, start, whole in zip(shape, self.offset, self.global_shape, strict=True):
+                assert 0 <= start <= start + size <= whole, (shape, self.offset, self.global_shape)
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Shard:
         """The shard of a rank that holds all of `tensor`."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    @property
-    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape)."""
-        return tuple(self.offset), tuple(self.tensor.shape)
+    def on(self, tensor: torch.Tensor) -> Shard:
+        """The same box with its values in another tensor."""
+        return Shard(tensor, self.global_shape, self.offset)
 
     # The protocol of torch.distributed.checkpoint. An empty shard has nothing to write and nothing to read.
 
@@ -57,15 +53,12 @@ class Shard:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        properties = TensorProperties(dtype=self.tensor.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties(dtype=self.tensor.dtype),
-                    size=torch.Size(self.global_shape),
-                ),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.global_shape)),
             )
             for chunk in self.__create_chunk_list__()
         ]

@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: 8 bytes of header length, a JSON header, then the bytes of the tensors.
 
-Written and read here without a copy and without pickle: a write streams from the tensors' own memory, and a read fetches only
-the bytes of the box that is asked for. Any safetensors library reads the same files (and a test does).
+Written and read here without a copy and without pickle: a write streams from the tensors' own memory, and a read fetches
+only the bytes of the box that is asked for. Any safetensors library reads the same files (and a test does).
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -73,7 +73,7 @@ def make_header(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata:
 
 
 def file_pieces(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file that holds `tensors` (contiguous), piece by piece; one tensor at a time is brought to the CPU."""
+    """The bytes of a file that holds `tensors` (contiguous), piece by piece; one at a time is brought to the CPU."""
     yield make_header({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}, metadata)
     for tensor in tensors.values():
         yield as_bytes(tensor.cpu())
@@ -123,9 +123,9 @@ class TensorFile:
         return entries, metadata
 
     def read_box(self, key: str, offset: tuple[int, ...], target: torch.Tensor) -> None:
-        """Fill `target` (any device, any strides) with the box of tensor `key` that starts at `offset` and has its shape.
+        """Fill `target` (any device, any strides) with the box of tensor `key` at `offset` that has the target's shape.
 
-        The dtype is converted if it differs. Only the bytes of the box are read, or of its rows where it is cut in a later dim.
+        The dtype is converted if it differs. Only the bytes of the box are read, or of its rows if a later dim is cut.
         """
         entry = self.entries[key]
         if target.numel() == 0:

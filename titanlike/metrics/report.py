@@ -175,14 +175,14 @@ def _elapsed(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, An
 
 
 def _dropped(rows: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
-    """The loss of steps that were run again, as separate pieces of (step, loss): a piece ends where steps go back."""
+    """The loss of steps that were run again, as separate pieces of (step, loss) of consecutive steps."""
     pieces: list[list[list[float]]] = []
     last = None
     for row in rows:
         loss = row.get("loss")
         if not isinstance(loss, (int, float)) or not math.isfinite(loss):
             continue
-        if last is None or row["step"] <= last:
+        if last is None or row["step"] != last + 1:
             pieces.append([])
         pieces[-1].append([row["step"], _short(loss)])
         last = row["step"]

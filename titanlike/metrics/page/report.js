@@ -6,7 +6,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 const MARGIN = { top: 20, right: 16, bottom: 24, left: 58 };
 const longest = Math.max(0, ...RUNS.map((run) => run.steps.length));
-const state = { x: "step", log: false, share: false, smooth: longest > 150 ? 0.9 : 0, zoom: null, hidden: new Set(), hover: null };
+const state = { x: "step", log: false, share: false, smooth: longest > 150 ? 35 : 0, zoom: null, hidden: new Set(), hover: null };
 const charts = [];
 
 // ---- numbers and elements
@@ -18,7 +18,7 @@ function make(namespace, tag, attributes, children) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
   }
-  for (const child of (children || []).flat()) if (child !== null && child !== undefined) node.append(child);
+  for (const child of (children || []).flat(3)) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 const html = (tag, attributes, ...children) => make(null, tag, attributes, children);
@@ -29,12 +29,12 @@ function si(value) {
   for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (size >= limit) return trim(value / (unit === "k" ? 1e3 : limit)) + unit;
   }
-  if (size !== 0 && size < 1e-3) return value.toExponential(Math.abs(Math.log10(size) % 1) < 1e-9 ? 0 : 2).replace("e-", "e−");
+  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0*e-/, "e−");
   return trim(value);
 }
 const trim = (value) => String(+value.toPrecision(4));
 const count = (value) => Math.round(value).toLocaleString("en-US");
-const percent = (value) => (100 * value).toFixed(100 * value < 10 ? 1 : 0) + "%";
+const percent = (value) => +(100 * value).toFixed(100 * value < 10 ? 1 : 0) + "%";
 function bytes(value) {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (Math.abs(value) < 1024) return +value.toPrecision(3) + " " + unit;
@@ -91,6 +91,10 @@ function ticks(low, high, target) {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) list.push(+(i * step).toPrecision(12));
   return list;
 }
+function byteTicks(low, high, target) {
+  const unit = 1024 ** Math.max(0, Math.min(4, Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024))));
+  return ticks(low / unit, high / unit, target).map((tick) => tick * unit);
+}
 function timeTicks(low, high, target) {
   const step = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400].find((s) => (high - low) / s <= target);
   if (!step) return ticks(low, high, target);
@@ -119,7 +123,7 @@ function yDomain(values, spec, log) {
   if (!usable.length) return [0, 1];
   let low = usable[0], high = usable[usable.length - 1];
   if (spec.clip && !log && usable.length > 8) {
-    const typical = quantile(usable, 0.97);
+    const typical = quantile(usable, 0.99);
     if (high > 2.5 * typical && typical > 0) high = typical * 1.4;
   }
   if (log) return low === high ? [low / 2, high * 2] : [low / 1.05, high * 1.05];
@@ -142,15 +146,21 @@ function points(run, name) {
   }
   return list;
 }
-// Exponential moving average without the bias of its start; a value that is not finite is passed over.
-function smoothed(list, weight) {
-  let sum = 0, total = 0;
-  return list.map((point) => {
-    if (point[1] === null) return [point[0], null];
-    sum = weight * sum + (1 - weight) * point[1];
-    total = weight * total + (1 - weight);
-    return [point[0], sum / total];
-  });
+// Half the width, in points, of the window that smooths.
+const halfWindow = () => Math.round(0.1 * longest * (state.smooth / 100) ** 2);
+// The mean over a window centred on each point, taken twice. It does not lag behind, since the window is symmetric and
+// shrinks towards the ends. Values that are not finite are passed over.
+function smoothed(list, half) {
+  let values = list.map((point) => point[1]);
+  for (let pass = 0; pass < 2; pass++) {
+    const sums = [0], counts = [0];
+    values.forEach((value, i) => { sums.push(sums[i] + (value ?? 0)); counts.push(counts[i] + (value === null ? 0 : 1)); });
+    values = values.map((value, i) => {
+      const reach = Math.min(half, i, values.length - 1 - i), from = i - reach, to = i + reach + 1;
+      return value === null ? null : (sums[to] - sums[from]) / (counts[to] - counts[from]);
+    });
+  }
+  return list.map((point, i) => [point[0], values[i]]);
 }
 function path(list, x, y, accessor) {
   let text = "", pen = false;
@@ -212,7 +222,7 @@ class Chart {
       ? (value) => (value > 0 ? MARGIN.top + (1 - Math.log(value / low) / Math.log(high / low)) * this.inner.height : NaN)
       : (value) => MARGIN.top + (1 - (value - low) / (high - low)) * this.inner.height;
     const right = MARGIN.left + this.inner.width, bottom = MARGIN.top + this.inner.height;
-    for (const tick of log ? logTicks(low, high) : ticks(low, high, this.height > 260 ? 6 : 4)) {
+    for (const tick of log ? logTicks(low, high) : (this.spec.ticks || ticks)(low, high, this.height > 260 ? 6 : 4)) {
       const at = Math.round(position(tick)) + 0.5;
       if (at < MARGIN.top - 1 || at > bottom + 1) continue;
       this.frame.append(svg("line", { class: "gridline", x1: MARGIN.left, x2: right, y1: at, y2: at }));
@@ -237,8 +247,8 @@ class Chart {
       spec.lines.forEach((line, order) => {
         const all = points(run, line.name);
         if (!all.length) return;
-        const weight = line.smooth ? state.smooth : 0;
-        const soft = weight ? visible(smoothed(all, weight), domain) : null;
+        const half = line.smooth ? halfWindow() : 0;
+        const soft = half ? visible(smoothed(all, half), domain) : null;
         const raw = visible(all, domain);
         for (const point of raw) if (point[0] >= domain[0] && point[0] <= domain[1]) values.push(point[2], point[3]);
         this.series.push({ run, number, line, order, raw, soft, all });
@@ -252,7 +262,7 @@ class Chart {
       if (bucketed) {
         const upper = path(raw, this.x, this.y, (point) => point[3]);
         const lower = path([...raw].reverse(), this.x, this.y, (point) => point[2]);
-        if (upper && lower) this.body.append(svg("path", { d: upper + lower.replace("M", "L") + "Z", fill: stroke, opacity: 0.16 }));
+        if (upper && lower) this.body.append(svg("path", { d: upper + lower.replace("M", "L") + "Z", fill: stroke, opacity: 0.22 }));
       }
       const shown = soft || raw;
       if (soft && !bucketed) this.body.append(svg("path", { d: path(raw, this.x, this.y, (p) => p[1]), fill: "none", stroke, "stroke-width": 1, opacity: 0.28 }));
@@ -261,7 +271,10 @@ class Chart {
         "stroke-linecap": "round", "stroke-dasharray": line.dash || dash(number), opacity: line.faint || null,
       }));
       if (line.dots || raw.length < 3) {
+        let last = -Infinity;  // dots that would touch are left out
         for (const point of raw) {
+          if (this.x(point[0]) - last < 14) continue;
+          last = this.x(point[0]);
           if (point[1] !== null && !Number.isNaN(this.y(point[1]))) this.body.append(svg("circle", { cx: this.x(point[0]), cy: this.y(point[1]), r: 3.4, fill: line.dots ? "var(--surface)" : stroke, stroke, "stroke-width": 2 }));
         }
       }
@@ -316,18 +329,19 @@ class Chart {
   }
 
   drawMarkers(domain) {
-    const rows = [-Infinity, -Infinity];
+    const taken = [];  // [row, left, right] of the labels so far; mesh changes come first to a place
     for (const marker of markers()) {
       const value = xOfStep(marker.run, marker.step);
       if (state.hidden.has(marker.number) || value === null || value < domain[0] || value > domain[1]) continue;
       const at = Math.round(this.x(value)) + 0.5, stroke = RUNS.length > 1 ? color(marker.number) : "var(--ink-2)";
       this.frame.append(svg("line", { class: "event", x1: at, x2: at, y1: MARGIN.top - 6, y2: MARGIN.top + this.inner.height, stroke, "stroke-width": marker.mesh ? 1.5 : 1, "stroke-dasharray": marker.mesh ? null : "3 3", opacity: 0.75 }, svg("title", {}, marker.text)));
       if (!this.spec.labels) continue;
-      const width = marker.label.length * 5.8, left = at + width > this.width - 4;
-      const row = rows.findIndex((end) => end < at - (left ? width : 0) - 6);
-      if (row < 0) continue;
-      rows[row] = at + (left ? 0 : width);
-      this.over.append(svg("text", { class: "mark", x: at + (left ? -4 : 4), y: MARGIN.top - 8 + row * 13 + 3, "text-anchor": left ? "end" : "start" }, marker.label));
+      const width = marker.label.length * 6 + 8, flip = at + width > this.width - 4;
+      const left = flip ? at - width : at, right = flip ? at : at + width;
+      const row = [0, 1].find((row) => taken.every((other) => other[0] !== row || other[2] < left || other[1] > right));
+      if (row === undefined) continue;
+      taken.push([row, left, right]);
+      this.over.append(svg("text", { class: "mark", x: at + (flip ? -4 : 4), y: MARGIN.top - 5 + row * 13, "text-anchor": flip ? "end" : "start" }, marker.label));
     }
   }
 
@@ -363,8 +377,10 @@ class Chart {
     const rows = [];
     for (const { run, number, line, all } of this.series) {
       const point = nearest(all, value);
-      if (!point) continue;
-      const label = (RUNS.length > 1 ? run.name + " " : "") + (this.spec.lines.length > 1 ? line.label : "");
+      const reach = (xDomain()[1] - xDomain()[0]) / 50;  // a run that has ended, or not begun, has nothing to say here
+      if (!point || value > all[all.length - 1][0] + reach || value < all[0][0] - reach) continue;
+      const sparse = run.columns[line.name].i ? ` at step ${count(run.steps[point[4]])}` : "";
+      const label = (RUNS.length > 1 ? run.name + "  " : "") + (this.spec.lines.length > 1 ? line.label : "") + sparse;
       let text = point[1] === null ? "not finite" : this.spec.exact(point[1]);
       if (point[2] !== point[3] && point[1] !== null) text += ` (${this.spec.exact(point[2])} – ${this.spec.exact(point[3])})`;
       rows.push([color(number), label || this.spec.title, text]);
@@ -452,14 +468,14 @@ class StackChart extends Chart {
       const gapLeft = before ? (column.first - before.last) / 2 : after ? (after.first - column.last) / 2 : (domain[1] - domain[0]) / 4;
       const gapRight = after ? (after.first - column.last) / 2 : gapLeft;
       const widest = Math.max((domain[1] - domain[0]) / 40, 0);
-      const left = Math.max(MARGIN.left, this.x(column.first - Math.min(gapLeft, widest)));
-      const right = Math.min(MARGIN.left + this.inner.width, this.x(column.last + Math.min(gapRight, widest)));
+      const left = Math.round(Math.max(MARGIN.left, this.x(column.first - Math.min(gapLeft, widest))));
+      const right = Math.round(Math.min(MARGIN.left + this.inner.width, this.x(column.last + Math.min(gapRight, widest))));
       const gap = right - left > 8 ? 1 : 0;
       let base = 0;
       for (const phase of phases) {
         const value = (column.sum[phase] || 0) / (state.share ? column.share : column.rows.size);
         const top = Math.max(this.y(base + value), MARGIN.top - 2), low = Math.min(this.y(base), bottom);
-        if (low - top > 0.05) this.body.append(svg("rect", { x: left.toFixed(2), y: top.toFixed(2), width: Math.max(0.5, right - left - gap + (gap ? 0 : 0.3)).toFixed(2), height: (low - top).toFixed(2), fill: `var(--p-${phase})` }));
+        if (low - top > 0.05) this.body.append(svg("rect", { class: "part", x: left, y: top.toFixed(2), width: Math.max(1, right - left - gap), height: (low - top).toFixed(2), fill: `var(--p-${phase})` }));
         base += value;
       }
       if (!state.share && column.total > range[1]) this.over.append(svg("path", { d: `M${(left + right) / 2} ${MARGIN.top - 4}l4 6h-8z`, fill: "var(--ink-2)" }, svg("title", {}, seconds(column.total))));
@@ -490,12 +506,12 @@ function markers() {
         const axes = changed ? Object.keys({ ...mesh, ...event.mesh }).filter((axis) => mesh[axis] !== event.mesh[axis]) : [];
         const change = axes.map((axis) => `${axis} ${mesh[axis] ?? 1} → ${event.mesh[axis] ?? 1}`).join(", ");
         const again = event.dropped_steps ? `, ${event.dropped_steps} steps run again` : "";
-        markerCache.push({ run, number, step: event.step, mesh: changed, label: change || "resume", text: `${run.name}: resumed after step ${event.step}${change ? ", " + change : ""}${again}` });
+        markerCache.push({ run, number, step: event.step, mesh: Boolean(changed), label: change || "resume", text: `${run.name}: resumed after step ${event.step}${change ? ", " + change : ""}${again}` });
       }
       mesh = event.mesh || mesh;
     }
   });
-  return markerCache.sort((a, b) => a.step - b.step);
+  return markerCache.sort((a, b) => b.mesh - a.mesh || a.step - b.step);
 }
 
 // ---- the page
@@ -519,7 +535,7 @@ function segmented(label, options, get, set) {
 }
 
 function runTable() {
-  const head = [["run"], ["steps", 1], ["tokens", 1], ["loss", 1], ["validation loss", 1], ["best", 1], ["tokens/s", 1], ["peak memory", 1], ["time", 1], ["resumes", 1], ["mesh"]];
+  const head = [["run"], ["steps", 1], ["tokens", 1], ["loss", 1], ["validation loss", 1], ["best", 1], ["tokens/s", 1], ["peak memory", 1], ["training time", 1], ["resumes", 1], ["mesh"]];
   const show = (value, format) => (value === null || value === undefined ? html("span", { class: "muted" }, "–") : typeof value === "string" ? html("span", { class: "alarm" }, value) : format(value));
   const loss = (value) => value.toPrecision(5);
   const body = RUNS.map((run, number) => {
@@ -571,10 +587,10 @@ function buildCharts() {
   const digits = (value) => value.toPrecision(6);
   add({ id: "loss", title: "Loss", unit: "nats/token", help: help("loss"), wide: true, height: 340, log: true, labels: true, dropped: true, exact: digits,
     lines: [{ name: "loss", label: "training", smooth: true }, { name: "val_loss", label: "validation", dots: true, thin: true }] });
-  add({ id: "grad_norm", title: "Gradient norm", unit: "before clipping", help: help("grad_norm"), log: true, clip: true, zero: true, lines: [{ name: "grad_norm", label: "", smooth: true }] });
+  add({ id: "grad_norm", title: "Gradient norm", unit: "before clipping", help: help("grad_norm"), log: true, clip: true, zero: true, lines: [{ name: "grad_norm", label: "", thin: true }] });
   add({ id: "lr", title: "Learning rate", help: help("lr"), zero: true, lines: [{ name: "lr", label: "" }] });
   add({ id: "throughput", title: "Throughput", unit: "tokens/s", help: help("tokens_per_s"), zero: true, exact: count, lines: [{ name: "tokens_per_s", label: "", smooth: true }] });
-  add({ id: "memory", title: "Memory", unit: "of the rank with most", zero: true, format: bytes, exact: bytes, lines: [{ name: "memory/peak_max_bytes", label: "peak" }, { name: "memory/current_max_bytes", label: "now", thin: true, dash: "3 2" }] });
+  add({ id: "memory", title: "Memory", unit: "of the rank with most", zero: true, ticks: byteTicks, format: bytes, exact: bytes, lines: [{ name: "memory/peak_max_bytes", label: "peak" }, { name: "memory/current_max_bytes", label: "now", thin: true, dash: "3 2" }] });
   const mfu = { title: "Model FLOP utilisation", zero: true, format: percent, exact: percent };
   if (has("mfu/matmul")) add({ ...mfu, id: "mfu", unit: "against the datasheet peak", lines: [{ name: "mfu/matmul", label: "", smooth: true }] });
   else add({ ...mfu, id: "mfu", unit: "against the measured matmul peak", lines: [{ name: "mfu/measured", label: "", smooth: true }] });
@@ -582,7 +598,7 @@ function buildCharts() {
   RUNS.forEach((run, number) => {
     const own = DATA.phases.map((phase) => `time/${phase}_s`).filter((name) => run.columns[name]);
     own.forEach((name) => drawn.add(name));
-    if (own.length) add({ id: "time-" + number, title: "Where the time goes", unit: RUNS.length > 1 ? run.name : "per step, rank 0", wide: true, height: 260, run, number, lines: [] }, StackChart);
+    if (own.length) add({ id: "time-" + number, title: "Where the time goes", unit: RUNS.length > 1 ? run.name : "per step, rank 0", wide: RUNS.length === 1, height: 260, run, number, lines: [] }, StackChart);
   });
   const rest = [...new Set(RUNS.flatMap((run) => Object.keys(run.columns)))].filter((name) => !drawn.has(name)).sort();
   const more = html("div", { class: "grid" });
@@ -601,18 +617,19 @@ function build() {
   for (const run of RUNS) if (run.nonfinite_count) notes.push(`${run.name}: ${count(run.nonfinite_count)} values are not finite, the first at step ${run.nonfinite[0][0]} (${run.nonfinite[0][1]}).`);
   const again = RUNS.filter((run) => run.dropped.length).map((run) => run.name);
   if (again.length) notes.push("Dotted grey: steps of a process that died, which were run again after the resume.");
-  const smoothing = html("input", { type: "range", min: 0, max: 99, value: Math.round(state.smooth * 100), "aria-label": "smoothing", oninput: (event) => { state.smooth = event.target.value / 100; drawAll(); } });
+  const smoothing = html("input", { type: "range", min: 0, max: 100, value: state.smooth, "aria-label": "smoothing", oninput: (event) => { state.smooth = +event.target.value; width.textContent = halfWindow() ? `± ${halfWindow() * bucket} steps` : "off"; drawAll(); } });
+  const width = html("span", { class: "width" }, halfWindow() ? `± ${halfWindow() * bucket} steps` : "off");
   const tokens = RUNS.every((run) => !run.steps.length || (run.columns.tokens && !run.columns.tokens.i));
   const controls = html("div", { class: "controls" },
     segmented("x", [["step", "steps"], ...(tokens ? [["tokens", "tokens"]] : []), ["time", "time"]], () => state.x, (value) => { state.x = value; state.zoom = null; }),
     segmented("y", [[false, "linear"], [true, "log"]], () => state.log, (value) => { state.log = value; }),
     segmented("time", [[false, "seconds"], [true, "share"]], () => state.share, (value) => { state.share = value; }),
-    html("label", {}, "smoothing", smoothing),
+    html("label", {}, "smoothing", smoothing, width),
     html("button", { type: "button", class: "plain", id: "reset", hidden: true, onclick: () => { state.zoom = null; drawAll(); } }, "whole run"),
     html("span", { class: "hint" }, "drag to zoom, double-click for the whole run"));
   page.replaceChildren(
     html("h1", {}, title),
-    html("p", { class: "sub" }, `titanlike run report, made ${document.body.dataset.made}. ${notes.join(" ")}`),
+    html("p", { class: "sub" }, `titanlike run report, made ${document.body.dataset.made}`, notes.map((note) => [html("br"), note])),
     runTable(), controls,
     ...(empty ? [html("div", { class: "card empty" }, "No step has been logged yet.")] : buildCharts().flat(2).filter(Boolean)),
     ...(eventTable() || []), ...(configTable() || []).filter(Boolean),
