@@ -114,12 +114,14 @@ class Checkpointer:
     # Saving
 
     def prepare(self, tensors: dict[str, Shard]) -> None:
-        """Optional, before the first step: allocate what an asynchronous save copies into, so that the first is quick."""
+        """Optional, before the first step: allocate what an asynchronous save copies into, so that the first is
+        quick."""
         if self.config.mode == "async":
             self._stage.prepare(tensors)
 
     def save(self, step: int, tensors: dict[str, Shard], meta: dict[str, Any]) -> float:
-        """Save `tensors` and `meta` (JSON; rank 0's is stored) as the checkpoint of `step`. Returns the stall in seconds.
+        """Save `tensors` and `meta` (JSON; rank 0's is stored) as the checkpoint of `step`. Returns the stall in
+        seconds.
 
         With mode = "sync" it returns when the checkpoint is committed, and raises CheckpointError on all ranks if any
         could not write; nothing is committed then. With "async" it returns when the values are copied; errors come from
@@ -225,9 +227,9 @@ class Checkpointer:
     def load(self, tensors: dict[str, Shard]) -> Loaded | None:
         """Fill `tensors` in place from `load_step` or the newest good checkpoint; None if the run folder has none.
 
-        Rank 0 decides which one, all follow. What was read is proved by the digest that was stored at the save. A damaged
-        checkpoint is named, and the one before it taken (`on_corrupt`). Raises CheckpointError on all ranks: no such step,
-        none good, or one that doesn't fit the run.
+        Rank 0 decides which one, all follow. What was read is proved by the digest that was stored at the save. A
+        damaged checkpoint is named, and the one before it taken (`on_corrupt`). Raises CheckpointError on all ranks: no
+        such step, none good, or one that doesn't fit the run.
         """
         self.wait()
         found = load_newest(self.config, self.root, tensors, self.group, self.say)

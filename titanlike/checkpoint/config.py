@@ -21,7 +21,8 @@ class CheckpointConfig(Section):
     mode: Literal["async", "sync"] = "async"
     """`async` copies the state to host memory, then writes in the background; `sync` writes before the next step."""
     keep_last: int = Field(3, ge=0)
-    """Keep this many of the newest checkpoints, delete older ones; 0 keeps all. The newest good one is never deleted."""
+    """Keep this many of the newest checkpoints, delete older ones; 0 keeps all. The newest good one is never
+    deleted."""
     keep_every: int = Field(0, ge=0)
     """Never delete a checkpoint whose step is a multiple of this; 0 turns it off."""
     load_step: int | None = Field(None, ge=0)

@@ -1,7 +1,7 @@
 """Every operation on files that a save makes, in one place: named, counted, and able to be interrupted by a test.
 
-A test sets `hook` and is called before each operation with (operation, path), so that it can kill the process, or raise,
-at the k-th one. Nothing else in this package changes the file system.
+A test sets `hook` and is called before each operation with (operation, path), so that it can kill the process, or
+raise, at the k-th one. Nothing else in this package changes the file system.
 """
 
 from __future__ import annotations

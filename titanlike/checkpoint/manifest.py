@@ -1,4 +1,5 @@
-"""A checkpoint as a folder: its files, the manifest and commit marker, and whether all of it is still as it was written.
+"""A checkpoint as a folder: its files, the manifest and commit marker, and whether all of it is still as it was
+written.
 
     <run folder>/checkpoints/step-00000010/
         rank-00000.safetensors ...   tensors, one or more files per rank that wrote
@@ -7,7 +8,8 @@
         manifest.json                step, sequence, digest of the state, bytes and CRC-32 of every file above
         COMMIT                       bytes and CRC-32 of manifest.json, written last
 
-Nothing read from these files is believed before it is checked, and nothing in them can run code. See docs/checkpoint.md.
+Nothing read from these files is believed before it is checked, and nothing in them can run code. See
+docs/checkpoint.md.
 """
 
 from __future__ import annotations

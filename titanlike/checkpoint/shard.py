@@ -1,8 +1,8 @@
 """What the trainer hands over: the part of a plain single-device tensor that this rank holds.
 
 A shard is an n-dimensional box of the tensor that a single device would hold, so a checkpoint knows nothing of meshes:
-whatever cut the tensor (tp, dp, pp) left boxes, and any other cut is loaded from them. `Shard` satisfies the protocol by
-which torch.distributed.checkpoint plans saves and loads (`torch.distributed._checkpointable`).
+whatever cut the tensor (tp, dp, pp) left boxes, and any other cut is loaded from them. `Shard` satisfies the protocol
+by which torch.distributed.checkpoint plans saves and loads (`torch.distributed._checkpointable`).
 """
 
 from __future__ import annotations

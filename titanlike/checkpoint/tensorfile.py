@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: 8 bytes of header length, a JSON header, then the bytes of the tensors.
 
-Written and read here without a copy and without pickle: a write streams from the tensors' own memory, and a read fetches
-only the bytes of the box that is asked for. Any safetensors library reads the same files (and a test does).
+Written and read here without a copy and without pickle: a write streams from the tensors' own memory, and a read
+fetches only the bytes of the box that is asked for. Any safetensors library reads the same files (and a test does).
 Format: https://github.com/huggingface/safetensors#format
 """
 

@@ -1,0 +1,72 @@
+"""When to save: every so many steps or minutes, at the end, and when the machine is about to be taken away."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+from titanlike.checkpoint.config import CheckpointConfig
+
+
+class Decision(NamedTuple):
+    """What to do after a step, the same on all ranks: save a checkpoint; leave the loop."""
+
+    save: bool
+    stop: bool
+
+
+class Moments:
+    """The `[checkpoint]` rules about time. Minutes are those of rank 0's clock, since its last save or its start."""
+
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.clock = clock  # seconds; injected so that a test need not wait
+        self._since = clock()
+
+    def by_step(self, step: int, last: bool) -> bool:
+        """Whether the number of the step alone calls for a save."""
+        if last and self.config.save_last:
+            return True
+        if step == 0:
+            return self.config.save_initial
+        return self.config.interval > 0 and step % self.config.interval == 0
+
+    def by_minutes(self) -> bool:
+        minutes = self.config.interval_minutes
+        return minutes > 0 and self.clock() - self._since >= 60.0 * minutes
+
+    def saved(self) -> None:
+        self._since = self.clock()
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGUSR1 into a wish that the loop reads between steps: finish the step, save, exit 0.
+
+    A scheduler sends the first before it kills, and many can send the second some minutes ahead. A second SIGTERM acts
+    as it would have without this. Install from the main thread.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        """The name of the signal that came, or None."""
+        self._before: dict[int, object] = {}
+
+    def install(self) -> StopSignal:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        if number == signal.SIGTERM:
+            signal.signal(number, self._before[number])  # type: ignore[arg-type]

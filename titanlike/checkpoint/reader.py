@@ -1,0 +1,132 @@
+"""The storage layer under torch.distributed.checkpoint, reading: each rank fetches only the bytes that its shards
+need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from titanlike.checkpoint.manifest import TENSORS, DamagedCheckpoint, Manifest, read_listed_json
+from titanlike.checkpoint.tensorfile import DTYPES, BadTensorFile, TensorFile
+
+
+class TensorIndex:
+    """tensors.json of one checkpoint, checked: what it holds, and where.
+
+    `tensors[name]` has `dtype` (safetensors' name), `shape`, `digest` and `boxes` (`offset`, `shape`, `file`, `key`).
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.tensors = read_listed_json(folder, manifest, TENSORS)
+        try:
+            for entry in self.tensors.values():
+                DTYPES[entry["dtype"]], int(entry["digest"], 16), tuple(entry["shape"])
+                for box in entry["boxes"]:
+                    tuple(box["offset"]), tuple(box["shape"]), str(box["key"]), manifest.files[box["file"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{folder / TENSORS} is not a tensor index ({error!r})") from error
+
+    def open(self, file: str) -> TensorFile:
+        """Open one of the checkpoint's tensor files."""
+        try:
+            return TensorFile(self.folder / file)
+        except BadTensorFile as error:
+            raise DamagedCheckpoint(str(error)) from error
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.folder / file} can not be read: {error.strerror}") from error
+
+    def read(
+        self, file: TensorFile, name: str, box: dict[str, Any], offset: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """Fill `target` from `offset` within one stored box of tensor `name`. The file must agree with the index."""
+        entry = file.entries.get(box["key"])
+        if entry is None or entry.shape != tuple(box["shape"]) or entry.dtype != DTYPES[self.tensors[name]["dtype"]]:
+            raise DamagedCheckpoint(f"{file.path} does not hold {box['key']!r} as {TENSORS} says")
+        try:
+            file.read_box(box["key"], offset, target)
+        except BadTensorFile as error:
+            raise DamagedCheckpoint(str(error)) from error
+        except OSError as error:
+            raise DamagedCheckpoint(f"{file.path} can not be read: {error.strerror}") from error
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU, put together from its boxes."""
+        entry = self.tensors[name]
+        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        for box in entry["boxes"]:
+            place = tuple(slice(start, start + size) for start, size in zip(box["offset"], box["shape"], strict=True))
+            with self.open(box["file"]) as file:
+                self.read(file, name, box, (0,) * whole.dim(), whole[place])
+        return whole
+
+
+class ShardReader(StorageReader):
+    """Reads shards from one checkpoint."""
+
+    def __init__(self, index: TensorIndex) -> None:
+        self.index = index
+        self._boxes = {
+            (name, tuple(box["offset"])): box for name, entry in index.tensors.items() for box in entry["boxes"]
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
+                    size=torch.Size(entry["shape"]),
+                    chunks=[
+                        ChunkStorageMetadata(offsets=torch.Size(box["offset"]), sizes=torch.Size(box["shape"]))
+                        for box in entry["boxes"]
+                    ],
+                )
+                for name, entry in self.index.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Every rank: fill its shards, file by file, in the order of the bytes in each."""
+        wanted: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+        for item in plan.items:
+            box = self._boxes[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            wanted.setdefault(box["file"], []).append((box, item))
+        for name, reads in wanted.items():
+            with self.index.open(name) as file:
+                reads.sort(key=lambda read: file.entries[read[0]["key"]].start if read[0]["key"] in file.entries else 0)
+                for box, item in reads:
+                    target = planner.resolve_tensor(item)
+                    self.index.read(file, item.storage_index.fqn, box, tuple(item.storage_offsets), target)
+                    planner.commit_tensor(item, target)
+        future: Future = Future()
+        future.set_result(None)
+        return future
