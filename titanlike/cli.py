@@ -98,7 +98,9 @@ def _unknown_argument(word: str, parser: argparse.ArgumentParser) -> UserError:
         return UserError(f"--{name} is a section: its keys are given as --{name}.key value, see --help")
     own = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
     keys = [path for path, key in config_keys().items() if not key.section]
-    return UserError(f"unknown argument {word}: the nearest valid one is --{nearest(name, own + keys)}")
+    return UserError(
+        f"unknown argument {word.partition('=')[0]}: the nearest valid one is --{nearest(name, own + keys)}"
+    )
 
 
 def _architecture(rest: Sequence[str], overrides: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ Properties:
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -63,6 +63,11 @@ class ModelConfig(Section, extra="allow"):
 
     preset: str | None = None
     """A named set of values for the architecture's keys below. A key given beside it overrides it."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The architecture's own keys."""
 
     @model_validator(mode="before")
     @classmethod
