@@ -1,7 +1,7 @@
 """What cannot work together in a config, and what has no effect with the rest; all before any process group exists.
 
 What each pipeline schedule asks of the number of microbatches is what torch's schedule classes check, or fail on, when
-they are built (torch/distributed/pipelining/schedules.py, 2.11 to 2.14):
+they are built (torch/distributed/pipelining/schedules.py, 2.13.0; a test compares):
 
 | schedule | stages per rank | microbatches |
 |---|---|---|
