@@ -1,0 +1,132 @@
+"""Tokens of a source's documents, one after the other, and views of a part of them.
+
+Properties:
+- A document is its tokens and the end token after them. Documents have no gap between them.
+- Nothing is copied when a store is opened: tokens and the documents' starts may be memory-mapped.
+- A view leaves documents out at the cost of two integers for each, whatever the size of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from titanlike.data.permutation import key_of, permute
+
+
+class TokenStore:
+    """Documents in one or more shards. Positions and document numbers run over all shards."""
+
+    def __init__(self, shards: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """`shards`: pairs of tokens (1-d, unsigned) and starts [documents + 1] of the documents within the shard, whose
+        last entry is the number of tokens."""
+        self._tokens = [tokens for tokens, _ in shards]
+        self._starts = [starts for _, starts in shards]
+        # The first position, and the first document, of each shard; then the totals.
+        self._first_position = np.cumsum([0, *(len(tokens) for tokens in self._tokens)], dtype=np.int64)
+        self._first_document = np.cumsum([0, *(len(starts) - 1 for starts in self._starts)], dtype=np.int64)
+        self.n_tokens = int(self._first_position[-1])
+        self.n_documents = int(self._first_document[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens at positions [start, stop)."""
+        shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
+        parts = []
+        while start < stop:
+            first, end = int(self._first_position[shard]), int(self._first_position[shard + 1])
+            parts.append(self._tokens[shard][start - first : min(stop, end) - first])
+            start, shard = end, shard + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def document_at(self, position: int) -> int:
+        """The number of the document that has the token at `position`; n_documents at the end."""
+        if position >= self.n_tokens:
+            return self.n_documents
+        shard = int(np.searchsorted(self._first_position, position, side="right")) - 1
+        within = position - int(self._first_position[shard])
+        return int(self._first_document[shard] + np.searchsorted(self._starts[shard], within, side="right")) - 1
+
+    def starts_in(self, start: int, stop: int) -> np.ndarray:
+        """The positions in (start, stop) at which documents start, ascending, int64."""
+        shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
+        parts = [np.empty(0, dtype=np.int64)]
+        while shard < len(self._tokens) and (first := int(self._first_position[shard])) < stop:
+            starts = self._starts[shard][:-1]
+            low = np.searchsorted(starts, start - first, side="right")
+            high = np.searchsorted(starts, stop - first, side="left")
+            parts.append(np.asarray(starts[low:high], dtype=np.int64) + first)
+            shard += 1
+        return np.concatenate(parts)
+
+    def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The positions [start, stop) of each of `documents` (any order), two int64 arrays."""
+        start, stop = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
+        shard_of = np.searchsorted(self._first_document, documents, side="right") - 1
+        for shard in np.unique(shard_of):
+            chosen = shard_of == shard
+            within = documents[chosen] - self._first_document[shard]
+            start[chosen] = self._starts[shard][within].astype(np.int64) + self._first_position[shard]
+            stop[chosen] = self._starts[shard][within + 1].astype(np.int64) + self._first_position[shard]
+        return start, stop
+
+
+class View:
+    """A part of a store: ascending ranges of its positions, seen as if they were one. Each range starts a document."""
+
+    def __init__(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> None:
+        self.store = store
+        self._starts = np.asarray(starts, dtype=np.int64)
+        self._first = np.cumsum([0, *(np.asarray(stops, dtype=np.int64) - self._starts)], dtype=np.int64)
+        self.n_tokens = int(self._first[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens at the view's positions [start, stop)."""
+        parts = [self.store.read(low, high) for low, high, _ in self._pieces(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def starts_in(self, start: int, stop: int) -> np.ndarray:
+        """The view's positions in (start, stop) at which documents start, ascending, int64."""
+        parts = [np.empty(0, dtype=np.int64)]
+        for low, high, position in self._pieces(start, stop):
+            if position > start:
+                parts.append(np.array([position], dtype=np.int64))
+            parts.append(self.store.starts_in(low, high) - low + position)
+        return np.concatenate(parts)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(start, stop) in the store and the position in the view of each range that [start, stop) touches."""
+        i = int(np.searchsorted(self._first, start, side="right")) - 1
+        while start < stop:
+            end = min(stop, int(self._first[i + 1]))
+            low = int(self._starts[i]) + start - int(self._first[i])
+            yield low, low + end - start, start
+            start, i = end, i + 1
+
+
+def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | None]:
+    """(the documents to train on, those held out), by the seed alone.
+
+    About `fraction` of the documents is held out, at most all but one. Where that is less than one document, the
+    held-out part is the end of the longest one, that share of all tokens but at most half of it: a store of a single
+    file has one document.
+    """
+    everything = View(store, np.array([0]), np.array([store.n_tokens]))
+    if fraction == 0:
+        return everything, None
+    count = min(round(store.n_documents * fraction), store.n_documents - 1)
+    if count == 0 or store.n_documents * fraction < 1:
+        start, stop = store.spans(np.arange(store.n_documents))
+        longest = int(np.argmax(stop - start))
+        length = int(stop[longest] - start[longest])
+        held = min(max(2, round(store.n_tokens * fraction)), length // 2)
+        if held < 2:
+            return everything, None
+        begin, end = np.array([stop[longest] - held]), np.array([stop[longest]])
+    else:
+        chosen = permute(np.arange(count), store.n_documents, key_of("validation", seed))
+        begin, end = store.spans(np.sort(chosen))
+    # What is left: from the end of each held-out document to the start of the next.
+    left_start, left_stop = np.concatenate(([0], end)), np.concatenate((begin, [store.n_tokens]))
+    filled = left_stop > left_start
+    return View(store, left_start[filled], left_stop[filled]), View(store, begin, end)
