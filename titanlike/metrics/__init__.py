@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from titanlike.errors import UserError
 from titanlike.metrics import files
@@ -43,7 +43,9 @@ class Metrics:
         self.is_main = is_main
         self._clock = clock
         self._last_step = 0
-        self._metrics_file = self._events_file = self._tensorboard = None
+        self._metrics_file: TextIO | None = None
+        self._events_file: TextIO | None = None
+        self._tensorboard: Any = None
         if is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._console = Console(total_steps, config.log_interval, file)

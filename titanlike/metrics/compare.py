@@ -101,6 +101,7 @@ def _describe(comparison: Comparison, tolerance: float) -> list[str]:
         lines.append(f"  within {tolerance:g} everywhere")
     else:
         lines.append(f"  parts by more than {tolerance:g} at  {_values(comparison.first_apart)}")
+    assert comparison.largest is not None
     lines.append(f"  largest difference    {_values(comparison.largest)}")
     return lines
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import IO
+from typing import IO, Any
 
 ETA_WINDOW = 50  # steps whose wall time the estimate of the remaining time averages
 PIPED_WIDTH = 120
+MIN_BAR, MAX_BAR = 6, 40  # characters
 
 
 class Console:
@@ -32,8 +33,7 @@ class Console:
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._clock = clock
-        self._bar = None
-        self._task = None
+        self._bar: Any = None
         # Times at which steps ended. The time of the first step is never used: it holds compilation and warm-up.
         self._ended: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW + 1)
 
@@ -44,10 +44,11 @@ class Console:
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of one step."""
         self._ended.append((step, self._clock()))
-        parts = _parts(values)
         if self.is_terminal:
-            self._show_bar(step, parts)
-        elif step % self._log_interval == 0 or step == self._total_steps or len(self._ended) == 1:
+            self._show_bar(step, values)
+            return
+        parts = _parts(values)
+        if step % self._log_interval == 0 or step == self._total_steps or len(self._ended) == 1:
             width = len(str(self._total_steps))
             line = [f"step {step:>{width}}/{self._total_steps}", *parts, f"eta {format_duration(self._eta(step))}"]
             print(" | ".join(line), file=self._rich.file, flush=True)
@@ -83,25 +84,47 @@ class Console:
             return None
         return (last_time - first_time) / (last_step - first_step) * (self._total_steps - step)
 
-    def _show_bar(self, step: int, parts: list[str]) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
+    def _show_bar(self, step: int, values: Mapping[str, float]) -> None:
+        import rich.live
 
         if self._bar is None:
-            self._bar = Progress(
-                TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[status]}", markup=False),
-                TextColumn("eta {task.fields[eta]}", style="cyan"),
-                console=self._rich,
-                expand=True,
-                refresh_per_second=4,
-            )
-            self._task = self._bar.add_task("", total=self._total_steps, status="", eta="-:--:--")
+            self._line = _Line(self._total_steps)
+            self._bar = rich.live.Live(self._line, console=self._rich, refresh_per_second=4)
             self._bar.start()
-        status, eta = "  ".join(parts), format_duration(self._eta(step))
-        self._bar.update(self._task, completed=step, status=status, eta=eta)
-        if any(part.startswith("val_loss") for part in parts):
-            self._bar.console.print(" | ".join([f"step {step}", *parts]), markup=False, highlight=False)
+        validation = {name: value for name, value in values.items() if name.startswith("val_loss")}
+        if validation:  # printed above the bar, where it stays
+            text = " | ".join([f"step {step}", *_parts(validation)])
+            self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._line.step, self._line.eta = step, format_duration(self._eta(step))
+        self._line.parts = _parts({name: value for name, value in values.items() if name not in validation})
+
+
+class _Line:
+    """The live line, drawn anew for the width that the terminal has at the moment.
+
+    When the room is short the bar goes first, then numbers from the right; step, loss and ETA stay.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.step = 0
+        self.parts: list[str] = []
+        self.eta = format_duration(None)
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        head, parts, tail = f"step {self.step}/{self.total_steps}", list(self.parts), f"eta {self.eta}"
+        while len(parts) > 1 and len("  ".join([head, *parts, tail])) > options.max_width - 1:
+            parts.pop()
+        room = min(options.max_width - 3 - len("  ".join([head, *parts, tail])), MAX_BAR)
+        line = Text(head, style="bold", no_wrap=True, overflow="crop")
+        if room >= MIN_BAR:
+            done = room * min(self.step, self.total_steps) // max(self.total_steps, 1)
+            line.append("  ").append("━" * done, style="green").append("━" * (room - done), style="bright_black")
+        for part in parts:
+            line.append("  " + part, style="not bold")
+        yield line.append("  " + tail, style="not bold cyan")
 
 
 def format_duration(seconds: float | None) -> str:
@@ -134,6 +157,7 @@ def _parts(values: Mapping[str, float]) -> list[str]:
         parts.append(f"lr {values['lr']:.2e}")
     if "tokens_per_s" in values:
         parts.append(f"{values['tokens_per_s']:,.0f} tok/s")
-    if "mfu" in values:
-        parts.append(f"mfu {values['mfu']:.1%}")
+    mfu = values.get("mfu/matmul", values.get("mfu/measured"))
+    if mfu is not None:
+        parts.append(f"mfu {mfu:.1%}")
     return parts

@@ -112,3 +112,56 @@ def find(name: str) -> Name | None:
 def unknown(names: Iterable[str]) -> list[str]:
     """Those of the names that no entry covers, sorted."""
     return sorted(name for name in names if find(name) is None)
+
+
+_INTRODUCTION = """\
+# Metrics
+
+<!-- Made by `python -m titanlike.metrics.names > docs/metrics.md`; change titanlike/metrics/names.py. -->
+
+Every run writes into its folder, from rank 0:
+
+| file | content |
+|---|---|
+| `metrics.jsonl` | one JSON object a step, with the names below |
+| `metrics.dropped.jsonl` | lines of steps that were run again after a resume, moved out of `metrics.jsonl` |
+| `events.jsonl` | one JSON object an event: `start` and `resume`, with the mesh |
+| `tensorboard/` | the same names for TensorBoard (`metrics.tensorboard = false` turns it off) |
+
+- Floats have all their digits: two runs can be compared bitwise (`scripts/report.py --compare A B`).
+- A value that is not finite is the string `"NaN"`, `"Infinity"` or `"-Infinity"`, since JSON has no number for it.
+- There is one line a step, also over resumes. A line stays once it is written; a kill tears at most the last.
+- The console shows a few of the names: `loss`, `val_loss`, `grad_norm`, `lr`, `tokens_per_s` (as tok/s) and one MFU.
+
+`scripts/report.py RUN [RUN ...]` makes one HTML page of it all.
+"""
+
+_CLOSING = """\
+## Notes
+
+- **Times** are those of rank 0. They are disjoint: a phase inside another pauses it, and all of them with
+  `time/other_s` add up to `step_time_s + time/validation_s`. On a GPU they come from events and are read without making
+  the host wait, so each line has the times of the step before, and the first line has none.
+- **FLOPs** count a multiply and an add as two, and the backward twice the forward. Recomputation under activation
+  checkpointing is not counted, nor is what a document mask saves. `F` is exactly what torch's `FlopCounterMode` counts
+  with the math attention kernel. Layers are those with attention, heads are query heads.
+- **MFU** against a datasheet is given for bfloat16 on devices whose dense peak is known (titanlike/metrics/flops.py).
+  For others there is none, rather than one against a guessed peak.
+- **Memory** is what torch's allocator holds in use on a GPU, and the resident set of the process on CPU.
+"""
+
+
+def document() -> str:
+    """The text of docs/metrics.md."""
+    parts = [_INTRODUCTION]
+    for title, entries in SECTIONS.items():
+        rows = [
+            f"| `{entry.name}` | {entry.unit} | {entry.meaning}{f' (only: {entry.when})' if entry.when else ''} |"
+            for entry in entries
+        ]
+        parts.append("\n".join([f"## {title}", "", "| name | unit | meaning |", "|---|---|---|", *rows, ""]))
+    return "\n".join([*parts, _CLOSING])
+
+
+if __name__ == "__main__":
+    print(document(), end="")

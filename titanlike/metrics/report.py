@@ -3,7 +3,7 @@
 - The page loads nothing from anywhere: data, style and script are inside. It opens from a disk without a network.
 - Whatever state a run is in, there is a page: no steps yet, losses that are not finite, a torn last line, a run that is
   still going on. Only a folder without metrics.jsonl and events.jsonl is a mistake.
-- Long runs are drawn from buckets of steps, each with its mean, minimum and maximum, so a spike of one step stays visible.
+- Long runs are drawn from buckets of steps, each with its mean, minimum and maximum, so a spike of one step is seen.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
     return [
         Run(
             name="/".join(absolute.parts[-depth:]).replace("//", "/"),
-            rows=files.read_metrics(path),
-            dropped=[row for row in files.read_lines(path / files.DROPPED_FILE) if isinstance(row.get("step"), int)],
-            events=files.read_events(path),
+            rows=[_numbers(row) for row in files.read_metrics(path)],
+            dropped=[_numbers(row) for row in files.read_lines(path / files.DROPPED_FILE) if "step" in _numbers(row)],
+            events=[{"step": 0, **event} for event in files.read_events(path)],
             config=_read_config(path / CONFIG_FILE),
         )
         for path, absolute in zip(paths, resolved)
@@ -105,10 +105,7 @@ def _run_data(run: Run) -> dict[str, Any]:
     buckets = _buckets(len(rows))
     elapsed = _elapsed(rows, run.events)
     nonfinite = [
-        [row["step"], name, str(value)]
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, float) and not math.isfinite(value)
+        [row["step"], name, str(value)] for row in rows for name, value in row.items() if not math.isfinite(value)
     ]
     columns: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -137,11 +134,14 @@ def _buckets(count: int) -> list[range]:
 
 
 def _column(values: Sequence[Any], buckets: Sequence[range]) -> dict[str, Any] | None:
-    """One metric over the buckets: indices of the buckets that have it (`i`, left out if all do), their means (`v`), and
-    minima and maxima (`lo`, `hi`) if a bucket is more than one step. None stands for values that are not finite."""
+    """One metric over the buckets, or None if it has no values.
+
+    `i` are the indices of the buckets that have it (left out if all do), `v` their means, `lo` and `hi` their minima
+    and maxima (left out if they are the means). A bucket without a finite value has None.
+    """
     index, mean, low, high = [], [], [], []
     for number, bucket in enumerate(buckets):
-        present = [values[i] for i in bucket if isinstance(values[i], (int, float))]
+        present = [values[i] for i in bucket if values[i] is not None]
         if not present:
             continue
         finite = [value for value in present if math.isfinite(value)]
@@ -167,7 +167,7 @@ def _elapsed(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, An
         step_time = row.get("step_time_s", 0.0)
         gap = previous is None or previous["step"] in resumed or "wall_time" not in row or "wall_time" not in previous
         seconds = step_time if gap else row["wall_time"] - previous["wall_time"]
-        if isinstance(seconds, (int, float)) and math.isfinite(seconds):
+        if math.isfinite(seconds):
             total += max(seconds, 0.0)
         elapsed.append(total)
         previous = row
@@ -180,7 +180,7 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
     last = None
     for row in rows:
         loss = row.get("loss")
-        if not isinstance(loss, (int, float)) or not math.isfinite(loss):
+        if loss is None or not math.isfinite(loss):
             continue
         if last is None or row["step"] != last + 1:
             pieces.append([])
@@ -197,8 +197,7 @@ def _summary(run: Run, elapsed: Sequence[float]) -> dict[str, Any]:
         return next((_finite(row[name]) for row in reversed(rows) if name in row), None)
 
     def finite(name: str) -> list[float]:
-        values = (row.get(name) for row in rows)
-        return [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+        return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
     rates, validation, memory = finite("tokens_per_s"), finite("val_loss"), finite("memory/peak_max_bytes")
     meshes = [event["mesh"] for event in run.events if isinstance(event.get("mesh"), dict)]
@@ -252,6 +251,11 @@ def _config_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _config_text(config: Mapping[str, Any], key: str) -> str | None:
     return json.dumps(config[key], default=str) if key in config else None
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a row that are numbers; a foreign hand may have written others."""
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def _short(value: float) -> float | int:

@@ -26,10 +26,10 @@ const svg = (tag, attributes, ...children) => make(SVG, tag, attributes, childre
 
 function si(value) {
   const size = Math.abs(value);
-  for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+  if (size < 1e15) for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (size >= limit) return trim(value / (unit === "k" ? 1e3 : limit)) + unit;
   }
-  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0*e-/, "e−");
+  if (size >= 1e15 || (size !== 0 && size < 1e-3)) return value.toExponential(2).replace(/\.?0*e/, "e").replace("e-", "e−").replace("e+", "e");
   return trim(value);
 }
 const trim = (value) => String(+value.toPrecision(4));
@@ -206,7 +206,7 @@ class Chart {
     this.xInverse = (pixel) => domain[0] + ((pixel - MARGIN.left) / this.inner.width) * (domain[1] - domain[0]);
     this.root = svg("svg", { viewBox: `0 0 ${this.width} ${this.height}`, height: this.height, role: "img", "aria-label": this.spec.title });
     const clip = "clip-" + this.spec.id.replace(/[^a-z0-9]/gi, "-");
-    this.root.append(svg("defs", {}, svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left, y: MARGIN.top - 2, width: this.inner.width, height: this.inner.height + 4 }))));
+    this.root.append(svg("defs", {}, svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left - 5, y: MARGIN.top - 2, width: this.inner.width + 10, height: this.inner.height + 4 }))));
     this.frame = svg("g", {});
     this.body = svg("g", { "clip-path": `url(#${clip})` });
     this.over = svg("g", {});
@@ -332,9 +332,10 @@ class Chart {
     const taken = [];  // [row, left, right] of the labels so far; mesh changes come first to a place
     for (const marker of markers()) {
       const value = xOfStep(marker.run, marker.step);
-      if (state.hidden.has(marker.number) || value === null || value < domain[0] || value > domain[1]) continue;
+      const foreign = this.spec.run && this.spec.run !== marker.run;
+      if (foreign || state.hidden.has(marker.number) || value === null || value < domain[0] || value > domain[1]) continue;
       const at = Math.round(this.x(value)) + 0.5, stroke = RUNS.length > 1 ? color(marker.number) : "var(--ink-2)";
-      this.frame.append(svg("line", { class: "event", x1: at, x2: at, y1: MARGIN.top - 6, y2: MARGIN.top + this.inner.height, stroke, "stroke-width": marker.mesh ? 1.5 : 1, "stroke-dasharray": marker.mesh ? null : "3 3", opacity: 0.75 }, svg("title", {}, marker.text)));
+      this.frame.append(svg("line", { class: "event", x1: at, x2: at, y1: MARGIN.top - 6, y2: MARGIN.top + this.inner.height, stroke, "stroke-width": marker.mesh ? 1.5 : 1, "stroke-dasharray": marker.mesh ? null : "3 3", opacity: markers().length > 10 ? 0.4 : 0.75 }, svg("title", {}, marker.text)));
       if (!this.spec.labels) continue;
       const width = marker.label.length * 6 + 8, flip = at + width > this.width - 4;
       const left = flip ? at - width : at, right = flip ? at : at + width;
@@ -585,7 +586,7 @@ function buildCharts() {
     if (Kind || spec.lines.some((line) => has(line.name))) main.append(new (Kind || Chart)({ format: si, exact: si, lines: [], ...spec }).node);
   };
   const digits = (value) => value.toPrecision(6);
-  add({ id: "loss", title: "Loss", unit: "nats/token", help: help("loss"), wide: true, height: 340, log: true, labels: true, dropped: true, exact: digits,
+  add({ id: "loss", title: "Loss", unit: "nats/token", help: help("loss"), wide: true, height: 340, log: true, clip: true, labels: true, dropped: true, exact: digits,
     lines: [{ name: "loss", label: "training", smooth: true }, { name: "val_loss", label: "validation", dots: true, thin: true }] });
   add({ id: "grad_norm", title: "Gradient norm", unit: "before clipping", help: help("grad_norm"), log: true, clip: true, zero: true, lines: [{ name: "grad_norm", label: "", thin: true }] });
   add({ id: "lr", title: "Learning rate", help: help("lr"), zero: true, lines: [{ name: "lr", label: "" }] });
