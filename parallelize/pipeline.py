@@ -62,6 +62,21 @@ def split_layers(costs: Sequence[float], first: float, last: float, stages: int)
     return best[-1][n][2]
 
 
+def bubble_fraction(schedule: str, pp: int, stages: int, microbatches: int) -> float:
+    """The idle share of a rank's time that a schedule implies, if a backward takes twice a forward and stages cost the same.
+
+    From the critical path: with p ranks, v stages a rank and m microbatches, afab and 1f1b idle (p - 1) / (m + p - 1)
+    (arXiv:2104.04473), interleaving divides the ramp by v. The zero-bubble schedules fill it with weight gradients: a third of
+    the ramp stays for the interleaved one (its ZB-H1 form, arXiv:2401.10241), none for zbv and dualpipev with m >= 2 p.
+    """
+    ramp = (pp - 1) / (stages // pp)
+    if schedule == "interleaved_zero_bubble":
+        ramp /= 3
+    elif schedule in ("zbv", "dualpipev"):
+        ramp = max(0.0, ramp / 3 * (1 - microbatches / (2 * pp)))
+    return ramp / (microbatches + ramp)
+
+
 def stages_of_rank(pp_rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:
     """Indices of the stages that a pipeline rank holds, ascending. V-shaped: first half down the ranks, second half up."""
     if v_shaped:
@@ -119,17 +134,29 @@ class Stage(nn.Module):
     ) -> Tensor:
         """x: tokens [batch, seq] on the first stage, else the hidden states that the stage before returned; labels
         [batch, seq] (used by the last stage; the shape of the others' batch)."""
+        x = self.hidden(x, labels, positions, document_ids)
+        if self.last:
+            return torch.stack([self.loss(self.model.head, x, labels)])
+        return self.border(x)
+
+    def hidden(
+        self, x: Tensor, like: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """The hidden states after this stage's layers, [batch, seq, dim]; a DTensor under tp. `like` is any [batch, seq]
+        tensor."""
         model = self.model
         if self.first:
             x = model.embed(x)
         elif self.tp_mesh is not None:
             x = DTensor.from_local(x, self.tp_mesh, [self.stream], run_check=False)
-        like = torch.empty(0, dtype=x.dtype, device=labels.device).expand(*labels.shape, 0)
-        context = model.context(like, positions, document_ids)
+        shape_like = torch.empty(0, dtype=x.dtype, device=like.device).expand(*like.shape, 0)
+        context = model.context(shape_like, positions, document_ids)
         for layer in model.layers.values():
             x = layer(x, context)
-        if self.last:
-            return torch.stack([self.loss(model.head, x, labels)])
+        return x
+
+    def border(self, x: Tensor) -> Tensor:
+        """What is sent to the next stage: the local tensor."""
         # A copy, for to_local() is a view, which schedules with a split backward cannot detach.
         return x.to_local().clone() if isinstance(x, DTensor) else x
 

@@ -49,7 +49,7 @@ class VocabParallelEmbedding(ParallelStyle):
 
 
 def _lookup(module: nn.Embedding, first: int, mesh: DeviceMesh, output: Placement, tokens: Tensor) -> Tensor:
-    weight = module.weight.to_local()  # [rows of this rank, dim]
+    weight = module.weight.to_local()  # type: ignore[attr-defined]  # [rows of this rank, dim]
     local = tokens - first
     elsewhere = (local < 0) | (local >= weight.shape[0])
     out = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
@@ -74,8 +74,10 @@ class ReplicatedKV(ParallelStyle):
 
 
 def _project_one_head(module: nn.Linear, rows: slice, x: DTensor) -> Tensor:
-    weight = module.weight.to_local(grad_placements=[Partial()])[rows]
-    bias = None if module.bias is None else module.bias.to_local(grad_placements=[Partial()])[rows]
+    weight = module.weight.to_local(grad_placements=[Partial()])[rows]  # type: ignore[attr-defined]
+    bias = None
+    if module.bias is not None:
+        bias = module.bias.to_local(grad_placements=[Partial()])[rows]  # type: ignore[attr-defined]
     return F.linear(x.to_local(grad_placements=[Partial()]), weight, bias)
 
 

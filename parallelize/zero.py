@@ -362,10 +362,10 @@ class Zero:
                     boxes[f"optimizer.{key}.{name}"] = (value, shape, offset)
         return boxes
 
-    def step_counts(self, count: int | None = None) -> None:
+    def set_step_count(self, count: int) -> None:
         """Set the optimizer's own count of steps, which AdamW's bias correction uses, after loading a checkpoint."""
         for state in self.optimizer.state.values():
-            if "step" in state and count is not None:
+            if "step" in state:
                 state["step"].fill_(count)
 
     def bytes_per_rank(self) -> dict[str, int]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.activation_checkpoint import apply_activation_checkpoint
+from parallelize.compile import compile_stage
 from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stages_of_rank
 from parallelize.tensor import apply_tensor_plan, check_plan
 from parallelize.zero import NamedParameter, Zero, local_part
@@ -140,6 +141,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
             apply_activation_checkpoint(block, config.activation_checkpoint.mode)
         if prepare is not None:
             prepare(stage)
+        if config.compile.enable:
+            compile_stage(stage)
         stages.append(stage)
 
     # Weights.

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 
@@ -16,6 +17,9 @@ def run_main(main: Callable[[], int | None]) -> None:
     Under torchrun every rank usually finds the same mistake. The first rank of a machine speaks at once; the others wait
     a moment, so that the launcher, which ends all ranks when the first one fails, finds the sentence already printed, and
     speak only if they are still alive: then the mistake was theirs alone.
+
+    After distributed work the process leaves without running exit handlers: a gloo thread that frees a Python object during
+    interpreter shutdown now and then aborts the process, which would turn a finished run into a failed one (pytorch#179291).
     """
     try:
         code = main() or 0
@@ -24,4 +28,11 @@ def run_main(main: Callable[[], int | None]) -> None:
             time.sleep(2.0)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
-    sys.exit(code)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if "torch.distributed" not in sys.modules:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from parallelize.pipeline import Stage, build_schedule, run_forward
 from titanlike.build import build
 from titanlike.config import Config
 from titanlike.loss import IGNORE
 from titanlike.mesh import Mesh
+from titanlike.metrics.timers import Timers
 from titanlike.schedule import lr_factor
 
 
@@ -52,15 +54,19 @@ class Trainer:
         self.accumulation = config.accumulation(mesh.dp)
         self.step_count = 0
         """optimizer steps taken"""
+        self.timers = Timers(mesh.device.type)
         self._schedules: dict[int, Any] = {}
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         """Take one optimizer step on this dp coordinate's rows of a global batch (titanlike.data.Batch)."""
-        loss_sum = self.forward_backward(batch)
-        self.zero.finish_reduction()
-        totals = self.global_totals(loss_sum, batch.labels)
+        with self.timers.phase("forward_backward"):
+            loss_sum = self.forward_backward(batch)
+        with self.timers.phase("grad_reduce"):
+            self.zero.finish_reduction()
+        with self.timers.phase("clip"):
+            totals = self.global_totals(loss_sum, batch.labels)
         step = self.step_count + 1
         lr = self.config.optimizer.lr * lr_factor(self.config.schedule, self.config.train.steps, step)
         count = totals[1].clamp(min=1)
@@ -69,8 +75,10 @@ class Trainer:
         limit = self.config.train.max_grad_norm
         if limit > 0:
             factor = factor * (limit / (grad_norm + 1e-6)).clamp(max=1)
-        self.zero.step(factor, lr)
-        self.zero.gather()
+        with self.timers.phase("optimizer"):
+            self.zero.step(factor, lr)
+        with self.timers.phase("param_gather"):
+            self.zero.gather()
         self.step_count = step
         return StepResult(totals[0] / count, grad_norm, lr, totals[1])
 
@@ -135,11 +143,8 @@ class Trainer:
     def _forward(self, batch: Any) -> Tensor:
         inputs = self._inputs(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        microbatches = inputs["labels"].shape[0] // self.config.train.microbatch_size
-        by_index = dict(zip(self.built.stage_indices, self.built.stages, strict=True))
 
-        def run(index: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
-            stage = by_index[index]
+        def run(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor | None:
             arguments = self._microbatch(inputs, microbatch)
             if hidden is not None:
                 arguments["x"] = hidden
@@ -149,12 +154,50 @@ class Trainer:
                 return None
             return out
 
-        def border(_microbatch: int) -> Tensor:
-            shape = self._border_shape(inputs["labels"].shape[1])
-            return torch.empty(shape, dtype=self.built.dtype, device=self.mesh.device)
-
-        run_forward(run, self.built.stage_ranks, microbatches, self.mesh.group("pp"), border)
+        self._run_forward(run, inputs["labels"].shape[0] // self.config.train.microbatch_size, inputs["labels"].shape[1])
         return total
+
+    @torch.no_grad()
+    def next_token_logits(self, tokens: Tensor, index: int) -> Tensor:
+        """Logits [rows, vocab] of the token after position `index` of tokens [rows, seq], the same on all ranks of a pp
+        and tp group. Rows must be train.microbatch_size or any number without pp; seq must suit sequence parallelism."""
+        tokens = tokens.to(self.mesh.device)
+        found: list[Tensor] = []
+
+        def run(stage: Stage, _microbatch: int, hidden: Tensor | None) -> Tensor | None:
+            out = stage.hidden(tokens if hidden is None else hidden, tokens)
+            if not stage.last:
+                return stage.border(out)
+            if isinstance(out, DTensor):  # the head takes the whole sequence split over tp, so cut after it
+                out = stage.model.head(out)
+                found.append(out.redistribute(placements=[Replicate()]).to_local()[:, index])
+            else:
+                found.append(stage.model.head(out[:, index : index + 1])[:, 0])
+            return None
+
+        self._run_forward(run, 1, tokens.shape[1])
+        if self.mesh.pp == 1:
+            return found[0]
+        vocab = self.built.plain.config.vocab_size
+        logits = found[0] if found else torch.empty(tokens.shape[0], vocab, dtype=self.built.dtype, device=tokens.device)
+        dist.broadcast(logits, group=self.mesh.group("pp"), group_src=self.built.stage_ranks[-1])
+        return logits
+
+    def _run_forward(
+        self, run: Callable[[Stage, int, Tensor | None], Tensor | None], microbatches: int, seq_len: int
+    ) -> None:
+        stages = dict(zip(self.built.stage_indices, self.built.stages, strict=True))
+
+        def border(_microbatch: int) -> Tensor:
+            return torch.empty(self._border_shape(seq_len), dtype=self.built.dtype, device=self.mesh.device)
+
+        run_forward(
+            lambda index, microbatch, hidden: run(stages[index], microbatch, hidden),
+            self.built.stage_ranks,
+            microbatches,
+            self.mesh.group("pp"),
+            border,
+        )
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
