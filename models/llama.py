@@ -33,6 +33,16 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     """The context, in tokens, of the training before the scaling."""
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"rope_scaling.{name} must be more than 0, not {getattr(self, name)}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling.high_freq_factor ({self.high_freq_factor}) must be more than low_freq_factor "
+                f"({self.low_freq_factor})"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
@@ -71,11 +81,12 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name, value in (
-            ("n_kv_heads", self.n_kv_heads or self.n_heads),
-            ("head_dim", self.head_dim or self.dim // max(self.n_heads, 1)),
-            ("ffn_dim", self.ffn_dim or -(-8 * self.dim // (3 * 64)) * 64),
+            ("n_kv_heads", self.n_heads),
+            ("head_dim", self.dim // max(self.n_heads, 1)),
+            ("ffn_dim", -(-8 * self.dim // (3 * 64)) * 64),
         ):
-            object.__setattr__(self, name, value)
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -83,6 +94,11 @@ class LlamaConfig:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if self.rope_theta <= 0:
+            raise ValueError(f"rope_theta must be more than 0, not {self.rope_theta}")
+        for name in ("norm_eps", "init_std"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
 
 class Context(NamedTuple):
@@ -109,7 +125,9 @@ def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dty
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def make_context(config: LlamaConfig, tokens_like: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Context:
+def make_context(
+    config: LlamaConfig, tokens_like: Tensor, positions: Tensor | None, document_ids: Tensor | None
+) -> Context:
     """The rotary tables and the attention mask of a batch.
 
     `tokens_like` [batch, seq, ...] gives the shape and the device; `positions` [batch, seq] default to 0, 1, 2, ...;
@@ -221,7 +239,9 @@ class Llama(nn.Module):
         """Second name of a shared parameter -> the name that it goes by."""
         return {"output.weight": "tok_embeddings.weight"} if self.config.tie_embeddings else {}
 
-    def context(self, tokens_like: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Context:
+    def context(
+        self, tokens_like: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Context:
         """What the blocks share in one forward pass; see make_context."""
         return make_context(self.config, tokens_like, positions, document_ids)
 

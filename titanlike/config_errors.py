@@ -6,6 +6,7 @@ name from the whole config. A mistake's place (file or command line) comes from 
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ def nowhere(path: str) -> str:
 
 def unknown_key(path: str, keys: Mapping[str, Key], where: Where = nowhere) -> UserError:
     """The error for a key that does not exist, with the nearest one that does."""
-    suggestion = nearest(general(path), [name for name, key in keys.items() if not key.is_element])
+    suggestion = nearest(general(path).replace('"', ""), [name for name, key in keys.items() if not key.is_element])
     above = path.rpartition(".")[0]
     if "[" in above and suggestion.startswith(f"{general(above)}."):
         suggestion = above + suggestion.removeprefix(general(above))  # name the list's element that was written
@@ -43,12 +44,12 @@ def check_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], where: Where = n
         at = entry(path, keys)
         if isinstance(value, Mapping) and (not path or any(key.startswith(f"{at}.") for key in keys)):
             for name, inner in value.items():
-                below = f"{path}.{name}" if path else name
+                below = f"{path}.{_shown(name)}" if path else _shown(name)
                 if entry(below, keys) is None:
                     # A whole table of an unknown name: speak about the first key in it, that is what was meant.
                     while isinstance(inner, Mapping) and inner:
                         name, inner = next(iter(inner.items()))
-                        below = f"{below}.{name}"
+                        below = f"{below}.{_shown(name)}"
                     raise unknown_key(below, keys, where)
                 walk(inner, below)
         elif isinstance(value, list) and f"{at}[]" in keys:
@@ -56,6 +57,11 @@ def check_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], where: Where = n
                 walk(inner, f"{path}[{index}]")
 
     walk(raw, "")
+
+
+def _shown(name: str) -> str:
+    """A key as it has to be written in TOML: in quotes when it has dots, blanks or line breaks."""
+    return name if re.fullmatch(r"[\w-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def validate(

@@ -75,9 +75,9 @@ def test_the_last_of_several_counts_and_nothing_takes_a_key_out() -> None:
         (["--optimizer.groups[0].match", "a"], "optimizer.groups[0].match on the command line: a list is given whole"),
         (["--config"], "argument --config: expected one argument"),
         (["--conf", DEBUG], "unknown argument --conf: the nearest valid one is --config"),
-        (["--."], "unknown key ."),
-        (["--train.", "3"], "unknown key train."),
-        (["--train..steps", "3"], "unknown key train..steps"),
+        (["--."], 'unknown key ""'),
+        (["--train.", "3"], 'unknown key train.""'),
+        (["--train..steps", "3"], 'unknown key train."".steps'),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(argv: list[str], sentence: str) -> None:
