@@ -42,7 +42,8 @@ def main() -> int:
     if options.compare:
         from titanlike.metrics.compare import compare_runs
 
-        text, agree = compare_runs(*options.compare, options.tolerance)
+        first, second = options.compare
+        text, agree = compare_runs(first, second, options.tolerance)
         print(text)
         return 0 if agree else 1
 

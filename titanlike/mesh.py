@@ -89,11 +89,12 @@ class Mesh:
 
         All ranks must call it (every rank takes part in making each group); ranks at other pp coordinates get None.
         """
-        mine = None
+        mine: dist.ProcessGroup | None = None
         for dp in range(self.dp):
             for tp in range(self.tp):
                 ranks = [self.rank_at(first_pp, dp, tp), self.rank_at(last_pp, dp, tp)]
                 group = dist.new_group(ranks)
                 if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
                     mine = group
         return mine

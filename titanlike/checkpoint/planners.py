@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from titanlike.checkpoint.digest import box_digest
@@ -72,6 +72,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         stored = self.metadata.state_dict_metadata.get(name)
         if stored is None:
             raise CheckpointError(f"{self.source} has no tensor {name!r}: it is of another model or optimizer")
+        assert isinstance(stored, TensorStorageMetadata)  # nothing else is written
         shape, wanted = tuple(stored.size), tuple(shard.global_shape)
         if shape != wanted:
             raise CheckpointError(f"{name} has shape {shape} in {self.source}, but {wanted} in this run")

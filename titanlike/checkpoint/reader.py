@@ -118,7 +118,7 @@ class ShardReader(StorageReader):
         """Every rank: fill its shards, file by file, in the order of the bytes in each."""
         wanted: dict[str, list[tuple[dict[str, Any], Any]]] = {}
         for item in plan.items:
-            box = self._boxes[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            box = self._boxes[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             wanted.setdefault(box["file"], []).append((box, item))
         for name, reads in wanted.items():
             with self.index.open(name) as file:

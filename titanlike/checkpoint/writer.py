@@ -14,10 +14,10 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -88,9 +88,9 @@ class ShardWriter(StorageWriter):
                 for number, items in enumerate(_split(plan.items)):
                     more = f"-{number}" if number else ""
                     file = f"rank-{self.rank:05d}{more}.safetensors"
-                    tensors = {_key(item): planner.resolve_data(item) for item in items}
+                    tensors = {_key(item): cast(torch.Tensor, planner.resolve_data(item)) for item in items}
                     for (key, tensor), item in zip(tensors.items(), items, strict=True):
-                        boxes.append((item.index.fqn, list(item.index.offset), list(tensor.shape), file, key))
+                        boxes.append((item.index.fqn, list(item.index.offset or ()), list(tensor.shape), file, key))
                     written[file] = _write_checked(temporary / file, tensors)
                 if written:
                     files.sync_folder(temporary)  # on a shared file system each client syncs the names that it made
@@ -187,6 +187,7 @@ def _index(metadata: Metadata, reports: list[dict[str, Any]]) -> tuple[dict[str,
     index: dict[str, Any] = {}
     for name in sorted(metadata.state_dict_metadata):
         entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
         index[name] = {
             "dtype": DTYPE_NAMES[entry.properties.dtype],
             "shape": list(entry.size),
