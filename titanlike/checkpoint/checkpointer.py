@@ -34,7 +34,7 @@ from titanlike.checkpoint.manifest import CheckpointError
 from titanlike.checkpoint.moments import Decision, Moments, StopSignal
 from titanlike.checkpoint.shard import Shard
 from titanlike.checkpoint.staging import Stage
-from titanlike.checkpoint.state_digest import StateDigest
+from titanlike.checkpoint.state_digest import StateDigest, shard_digests
 
 # A save in the background waits this long for the slowest rank's disk before it is given up with an error.
 WRITE_TIMEOUT = timedelta(hours=1)
@@ -52,8 +52,9 @@ class Loaded(NamedTuple):
 class Checkpointer:
     """Saves and loads the checkpoints of one run folder. Every rank makes one, and all call its methods together.
 
-    Without a default process group it works alone. With one, it makes two gloo groups of the ranks in `group` (default:
-    all), whatever their backend: one for calls, one for saves in the background, so that neither waits for the other.
+    Without a default process group it works alone. With one, it makes two gloo groups of all ranks, whatever their
+    backend: one for calls, one for saves in the background, so that neither waits for the other. `groups` are two of
+    that kind to use instead, of some of the ranks.
     `say` gets lines for the user, on rank 0.
     """
 
@@ -62,7 +63,7 @@ class Checkpointer:
         config: CheckpointConfig,
         run_dir: str | Path,
         device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
         stop: StopSignal | None = None,
@@ -72,10 +73,11 @@ class Checkpointer:
         self.device = torch.device(device)
         self.group: dist.ProcessGroup | None = None
         self._write_group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized():
-            ranks = dist.get_process_group_ranks(group) if group is not None else None
-            self.group = dist.new_group(ranks, backend="gloo")
-            self._write_group = dist.new_group(ranks, backend="gloo", timeout=WRITE_TIMEOUT)
+        if groups is not None:
+            self.group, self._write_group = groups
+        elif dist.is_available() and dist.is_initialized():
+            self.group = dist.new_group(backend="gloo")
+            self._write_group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.say = say if self.rank == 0 else lambda line: None
         self.stall_s = 0.0
@@ -90,6 +92,7 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._cleaned = False
         self._digest: StateDigest | None = None
+        self._digest_boxes: list[Any] = []
 
     # When
 
@@ -249,13 +252,10 @@ class Checkpointer:
         The first call exchanges who holds what; later ones cost a pass over the shards and one small all-reduce. The
         boxes of `tensors` must not change between calls. Raises CheckpointError if the copies of a tensor differ.
         """
-        if self._digest is None or list(self._digest.tensors) != [
-            name for name, s in tensors.items() if s.tensor.numel()
-        ]:
-            self._digest = StateDigest(tensors, self.group)
-        else:
-            self._digest.tensors = {name: shard for name, shard in tensors.items() if shard.tensor.numel()}
-        return digest_text(self._digest.compute())
+        boxes = [(name, shard.offset, shard.tensor.shape) for name, shard in tensors.items()]
+        if self._digest is None or self._digest_boxes != boxes:
+            self._digest, self._digest_boxes = StateDigest(tensors, self.group), boxes
+        return digest_text(self._digest.compute(shard_digests(tensors)))
 
 
 def first_failure(error: Any) -> str:

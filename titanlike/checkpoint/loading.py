@@ -108,11 +108,11 @@ def _prove(index: Any, found: Manifest, state: StateDigest, parts: dict[str, int
     if state.compute(parts) == parse_digest(found.digest):
         return
     verify_files(index.folder, found, group)  # names the file, if it is one
-    wrong = [
-        name for name, value in state.by_tensor(parts).items() if digest_text(value) != index.tensors[name]["digest"]
-    ]
-    named = f"{wrong[0]} is not what was saved" if wrong else "the state is not what was saved"
-    raise DamagedCheckpoint(f"{index.folder}: {named}, by its digest, though the files are whole by their checksums")
+    stored = {name: entry["digest"] for name, entry in index.tensors.items()}
+    wrong = sorted(name for name, value in state.by_tensor(parts).items() if digest_text(value) != stored[name])
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    named = f"{wrong[0]}{more}" if wrong else "the state"
+    raise DamagedCheckpoint(f"{index.folder}: {named} is not what was saved, by its digest, though all checksums fit")
 
 
 def verify_files(folder: Path, found: Manifest, group: Group) -> None:

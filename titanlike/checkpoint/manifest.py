@@ -105,12 +105,13 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises DamagedCheckpoint naming the first file that is not as it was written. Contents: `verify_file`.
     """
-    marker = _parse(_read(folder / COMMIT), folder / COMMIT)
-    if marker.get("format") != FORMAT:
+    data = _read(folder / COMMIT)
+    marker = _parse(data, folder / COMMIT)
+    if marker.get("format") != FORMAT or data != to_json(marker):  # nothing vouches for this one: every byte counts
         raise DamagedCheckpoint(f"{folder / COMMIT} is not a commit marker of {FORMAT}")
     if marker.get("version") != VERSION:
         have = marker.get("version")
-        raise CheckpointError(f"{folder} has version {have!r} of the checkpoint format; this program reads {VERSION}")
+        raise CheckpointError(f"{folder / COMMIT} is of format version {have!r}, and this program reads {VERSION}")
     path = folder / MANIFEST
     data = _read(path)
     if (len(data), crc_text(zlib.crc32(data))) != (marker.get("bytes"), marker.get("crc32")):

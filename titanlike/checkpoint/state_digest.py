@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlike.checkpoint.digest import add, seed_of
+from titanlike.checkpoint.digest import add, box_digest, seed_of
 from titanlike.checkpoint.manifest import CheckpointError
 from titanlike.checkpoint.shard import Shard
 
@@ -21,15 +21,15 @@ _HALF = (1 << 32) - 1
 
 
 class StateDigest:
-    """Digests of one set of shards, whose values may change but not their boxes. All ranks of `group` call together.
+    """Digests of the boxes that `tensors` are, whatever their values. All ranks of `group` call together.
 
     `group` carries CPU tensors (gloo); None: this process alone.
     """
 
     def __init__(self, tensors: dict[str, Shard], group: dist.ProcessGroup | None) -> None:
-        self.tensors = {name: shard for name, shard in tensors.items() if shard.tensor.numel()}
         self.group = group
-        mine = [(name, tuple(shard.offset)) for name, shard in self.tensors.items()]
+        self._offsets = {name: tuple(shard.offset) for name, shard in tensors.items() if shard.tensor.numel()}
+        mine = list(self._offsets.items())
         rank = dist.get_rank(group) if group is not None else 0
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for other, boxes in enumerate(self._exchange(mine)):
@@ -46,12 +46,11 @@ class StateDigest:
             self._counts[name] = rank == ranks[0]
             self._weights[name] = weights[rank]
 
-    def compute(self, parts: dict[str, int] | None = None) -> int:
-        """The digest of the state now, on all ranks. `parts`: this rank's shard digests, if they are known already.
+    def compute(self, parts: dict[str, int]) -> int:
+        """The digest of the state, on all ranks, from the digests of this rank's shards (of each that is not empty).
 
         Raises CheckpointError, on all ranks, naming a tensor whose copies differ.
         """
-        parts = self.parts() if parts is None else parts
         digest = add(*(value for name, value in parts.items() if self._counts[name]))
         difference = add(*(value * self._weights[name] for name, value in parts.items()))
         # Halves of 32 bits: sums of up to 2^31 ranks don't overflow the int64 that they travel in.
@@ -62,16 +61,6 @@ class StateDigest:
         if (difference_low + (difference_high << 32)) & _MASK:
             self._name_the_difference(parts)
         return (low + (high << 32)) & _MASK
-
-    def parts(self) -> dict[str, int]:
-        """This rank's shard digests. On an accelerator all are launched before the first is waited for."""
-        from titanlike.checkpoint.digest import box_digest
-
-        values = {
-            name: box_digest(name, shard.tensor, shard.global_shape, shard.offset)
-            for name, shard in self.tensors.items()
-        }
-        return {name: int(value) for name, value in values.items()}
 
     def by_tensor(self, parts: dict[str, int]) -> dict[str, int]:
         """The digest of every tensor of the state, on all ranks. For finding out which one is wrong; it exchanges
@@ -84,7 +73,7 @@ class StateDigest:
 
     def _name_the_difference(self, parts: dict[str, int]) -> None:
         seen: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-        mine = [(name, tuple(self.tensors[name].offset), value) for name, value in parts.items()]
+        mine = [(name, self._offsets[name], value) for name, value in parts.items()]
         for rank, boxes in enumerate(self._exchange(mine)):
             for name, offset, value in boxes:
                 first_rank, first = seen.setdefault((name, offset), (rank, value))
@@ -101,6 +90,17 @@ class StateDigest:
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
+
+
+def shard_digests(tensors: dict[str, Shard]) -> dict[str, int]:
+    """The digests of a rank's shards, the empty ones left out. On an accelerator all are launched before one is
+    awaited."""
+    sums = {
+        name: box_digest(name, shard.tensor, shard.global_shape, shard.offset)
+        for name, shard in tensors.items()
+        if shard.tensor.numel()
+    }
+    return {name: int(value) for name, value in sums.items()}
 
 
 def _weight(name: str, offset: tuple[int, ...], rank: int) -> int:
