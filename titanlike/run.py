@@ -21,7 +21,13 @@ from titanlike.data import open_data
 from titanlike.errors import UserError
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
 from titanlike.metrics import Metrics
-from titanlike.metrics.flops import device_name, device_peak_flops, flops_per_token, model_shape
+from titanlike.metrics.flops import (
+    device_name,
+    device_peak_flops,
+    flops_per_token,
+    measure_matmul_peak,
+    model_shape,
+)
 from titanlike.metrics.memory import memory_over_ranks
 from titanlike.metrics.tables import BatchFacts, MemoryFacts, ModelFacts, PipelineFacts, startup_tables
 from titanlike.metrics.throughput import Throughput
@@ -107,7 +113,9 @@ class Run:
                 "lr": result.lr,
                 "tokens": self.tokens,
             }
+            values |= {f"lr/{n}": result.lr * group.lr_scale for n, group in enumerate(config.optimizer.groups)}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+                metrics.log(step, values)
                 raise NonFinite(
                     f"step {step}: loss {values['loss']}, grad_norm {values['grad_norm']}; nothing was saved after the "
                     f"last checkpoint, lower optimizer.lr or start again from an earlier checkpoint.load_step"
@@ -115,13 +123,15 @@ class Run:
             if self.validation_is_due(step):
                 values |= self.validate()
             values |= memory_over_ranks(self.mesh.device, None if dist.get_world_size() == 1 else dist.group.WORLD)
+            times = self.timers.end_step()
+            values |= times | self.throughput.values(times.get("step_time_s", 0.0))
+            # Logged before it is saved: a run that dies in between logs the step again, rather than never. So the time
+            # of a save is part of the next step's.
+            metrics.log(step, values)
             decision = self.checkpointer.decide(step, last=step == steps)
             if decision.save:
                 with self.timers.phase("checkpoint"):
-                    values["checkpoint_stall_s"] = self.save()
-            times = self.timers.end_step()
-            values |= times | self.throughput.values(times.get("step_time_s", 0.0))
-            metrics.log(step, values)
+                    self.save()
             if decision.stop:
                 break
         if trainer.step_count >= steps:
@@ -217,11 +227,16 @@ class Run:
 def throughput(config: Config, trainer: Trainer) -> Throughput:
     """The rates' constants: tokens of a step, FLOPs of a token, the device's peak where it is known."""
     shape = config_shape(trainer)
+    measured = None
+    if config.metrics.matmul_peak:
+        dist.barrier()  # all ranks at once, so that those on one machine share its cores as they do in training
+        measured = measure_matmul_peak(trainer.mesh.device, trainer.built.dtype)
     return Throughput(
         tokens_per_step=config.train.global_batch_size * config.train.seq_len,
         ranks=dist.get_world_size(),
         flops=flops_per_token(shape, config.train.seq_len),
         peak_flops=device_peak_flops(device_name(trainer.mesh.device), trainer.built.dtype),
+        measured_peak_flops=measured,
     )
 
 

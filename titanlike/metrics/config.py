@@ -12,3 +12,5 @@ class MetricsConfig(Section):
     """Also write TensorBoard event files to the run folder's tensorboard/."""
     log_interval: int = Field(default=1, ge=1)
     """Print a progress line every so many steps when the output is not a terminal."""
+    matmul_peak: bool = False
+    """Measure at the start, in a second or so, how fast the device multiplies large matrices; log MFU against that."""

@@ -42,10 +42,12 @@ _LEARNING = (
     Name("val_loss/<set>", "nats/token", "`val_loss` of each set", "validation steps, several sets"),
     Name("grad_norm", "1", "global L2 norm of the gradient of `loss`, all parameters, before clipping"),
     Name("lr", "1", "learning rate of the update of this step, for parameters that no group scales"),
-    Name("lr/<group>", "1", "learning rate of a parameter group: `lr × lr_scale`", "`optimizer.groups`"),
+    Name(
+        "lr/<n>", "1", "learning rate of `optimizer.groups[n]`, counted from 0: `lr × lr_scale`", "`optimizer.groups`"
+    ),
 )
 _SPEED = (
-    Name("step_time_s", "s", "wall time since the end of the previous step, less `time/validation_s`"),
+    Name("step_time_s", "s", "wall time since the end of the previous step, saving included, less `time/validation_s`"),
     Name("tokens_per_s", "tokens/s", "`global_batch_size × seq_len / step_time_s`"),
     Name("tokens_per_s_per_rank", "tokens/s", "`tokens_per_s / world size`"),
     Name(
@@ -85,8 +87,10 @@ _TIME = (
     Name("time/clip_s", "s", "the gradient norm and the clipping"),
     Name("time/optimizer_s", "s", "the update of this rank's shard"),
     Name("time/param_gather_s", "s", "all-gather of the updated weights over dp, as far as it was waited for"),
-    Name("time/checkpoint_s", "s", "how long saving held up the training", "steps around a save"),
-    Name("time/validation_s", "s", "validation", "steps around a validation"),
+    Name(
+        "time/checkpoint_s", "s", "how long saving after the previous step held up the training", "steps after a save"
+    ),
+    Name("time/validation_s", "s", "validation after this step", "validation steps"),
     Name("time/other_s", "s", "the rest of `step_time_s`: logging, the loop itself"),
 )
 _MEMORY = (
@@ -141,7 +145,7 @@ _CLOSING = """\
 
 - **Times** are those of rank 0. They are disjoint: a phase inside another pauses it, and all of them with
   `time/other_s` add up to `step_time_s + time/validation_s`. On a GPU they come from events and are read without making
-  the host wait, so each line has the times of the step before, and the first line has none.
+  the host wait, so each line has the times and rates of the step before, and the first line has none.
 - **FLOPs** count a multiply and an add as two, and the backward twice the forward. Recomputation under activation
   checkpointing is not counted, nor is what a document mask saves. `F` is exactly what torch's `FlopCounterMode` counts
   with the math attention kernel. Layers are those with attention, heads are query heads.
