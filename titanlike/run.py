@@ -83,7 +83,7 @@ class Run:
         self.checkpointer = checkpointer
         self.cursor: dict[str, Any] | None = None
         self.tokens = 0
-        self.best_val_loss = math.inf
+        self.last_val_loss = self.best_val_loss = math.inf
         self.timers = Timers(self.mesh.device.type)
         self.throughput = throughput(config, trainer)
 
@@ -156,17 +156,18 @@ class Run:
                 loss, count = self.trainer.evaluate(held_out.batches(self.trainer.evaluation_rows))
                 total, tokens = total + loss * count, tokens + count
                 values[f"val_loss/{name}"] = loss
-        val_loss = total / max(tokens, 1)
-        self.best_val_loss = min(self.best_val_loss, val_loss)
-        return {"val_loss": val_loss} | (values if len(values) > 1 else {})
+        self.last_val_loss = total / max(tokens, 1)
+        self.best_val_loss = min(self.best_val_loss, self.last_val_loss)
+        return {"val_loss": self.last_val_loss} | (values if len(values) > 1 else {})
 
     def finish(self) -> None:
         """What is said at the end: validation loss beside its yardstick, and a few lines of text."""
         if self.data.validation:
-            last = self.validate()["val_loss"]
+            if math.isinf(self.last_val_loss):  # a resume of a finished run
+                self.validate()
             yardsticks = [f"{name} {held_out.unigram_entropy():.4f}" for name, held_out in self.data.validation.items()]
             self.metrics.message(
-                f"validation loss: last {last:.4f}, best {self.best_val_loss:.4f} nats/token; "
+                f"validation loss: last {self.last_val_loss:.4f}, best {self.best_val_loss:.4f} nats/token; "
                 f"unigram entropy of the same text: {', '.join(yardsticks)}"
             )
         tokenizer = self.data.tokenizer
