@@ -90,9 +90,9 @@ def cut_stage(
 ) -> nn.Module:
     """A copy of the plain (meta) model with the layers of stage `index` alone, `first_parts` (the embedding) on the first
     stage and `last_parts` (norm and output) on the last."""
-    stage = copy.deepcopy(model)
+    stage: Any = copy.deepcopy(model)
     begin = sum(layers_per_stage[:index])
-    names = list(model.layers)
+    names = list(stage.layers)
     keep = set(names[begin : begin + layers_per_stage[index]])
     for name in names:
         if name not in keep:
@@ -122,7 +122,7 @@ class Stage(nn.Module):
         stream: Placement | None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model  # with the parts of every model here: embed, context, layers, head
         self.loss = loss
         self.first = first
         self.last = last
@@ -148,7 +148,7 @@ class Stage(nn.Module):
         if self.first:
             x = model.embed(x)
         elif self.tp_mesh is not None:
-            x = DTensor.from_local(x, self.tp_mesh, [self.stream], run_check=False)
+            x = DTensor.from_local(x, self.tp_mesh, [self.stream], run_check=False)  # type: ignore[list-item]
         shape_like = torch.empty(0, dtype=x.dtype, device=like.device).expand(*like.shape, 0)
         context = model.context(shape_like, positions, document_ids)
         for layer in model.layers.values():
@@ -253,12 +253,14 @@ def build_schedule(
             after_backward(self.stage_index, self.done)
             self.done %= microbatches
 
-        def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> None:
+        def backward_one_chunk(  # type: ignore[override]
+            self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        ) -> None:
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
             if full_backward:
                 self._report()
 
-        def backward_weight_one_chunk(self, bwd_chunk_id: int, **kwargs: Any) -> None:
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, **kwargs: Any) -> None:  # type: ignore[override]
             super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
             self._report()
 

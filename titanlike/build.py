@@ -43,7 +43,7 @@ def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator
     return generator
 
 
-def draw_parameter(model: nn.Module, seed: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def draw_parameter(model: Any, seed: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """The whole initial value of a parameter, float32: drawn in full on every rank, which then keeps its part."""
     value = torch.empty(shape, dtype=torch.float32, device=device)
     model.init_parameter(name, value, generator_for(seed, name, device))
@@ -85,7 +85,7 @@ def group_of(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> tupl
 class Built:
     """What a rank trains."""
 
-    plain: nn.Module
+    plain: Any
     """the whole model on meta"""
     stages: list[Stage]
     """this rank's stages, ascending"""
@@ -125,14 +125,14 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
 
     # The tensor plan.
     tp_mesh = mesh.device_mesh["tp"] if mesh.tp > 1 else None
-    stream = None
+    stream, plan = None, {}
     if tp_mesh is not None:
         stream = Shard(1) if config.mesh.sequence_parallel else Replicate()
         plan = tables.tensor_plan(model_config, mesh.tp, config.mesh.sequence_parallel)
         check_plan(plain, plan)
     stages = []
     for index in indices:
-        model = cut_stage(plain, split, index, tables.FIRST_PARTS, tables.LAST_PARTS)
+        model: Any = cut_stage(plain, split, index, tables.FIRST_PARTS, tables.LAST_PARTS)
         if tp_mesh is not None:
             apply_tensor_plan(model, tp_mesh, plan)
         first, last = index == 0, index == num_stages - 1

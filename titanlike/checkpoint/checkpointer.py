@@ -76,8 +76,8 @@ class Checkpointer:
         if groups is not None:
             self.group, self._write_group = groups
         elif dist.is_available() and dist.is_initialized():
-            self.group = dist.new_group(backend="gloo")
-            self._write_group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+            self.group = dist.new_group(backend="gloo")  # type: ignore[assignment]
+            self._write_group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)  # type: ignore[assignment]
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.say = say if self.rank == 0 else lambda line: None
         self.stall_s = 0.0

@@ -162,7 +162,8 @@ def _column(values: Sequence[Any], buckets: Sequence[range]) -> dict[str, Any] |
 def _elapsed(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[float]:
     """Seconds of training up to each row, without the time between a run's death and its resume."""
     resumed = {event.get("step") for event in events if event["event"] in ("start", "resume")}
-    total, previous, elapsed = 0.0, None, []
+    total, elapsed = 0.0, []
+    previous: Any = None
     for row in rows:
         step_time = row.get("step_time_s", 0.0)
         gap = previous is None or previous["step"] in resumed or "wall_time" not in row or "wall_time" not in previous
