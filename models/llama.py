@@ -1,12 +1,13 @@
-"""The Llama family (arXiv:2302.13971, arXiv:2407.21783): a pre-norm decoder with RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""The Llama family (arXiv:2302.13971, arXiv:2407.21783): a pre-norm decoder with RMSNorm, RoPE, grouped-query
+attention, SwiGLU.
 
 Properties:
-- Plain single-device code: no parallelism, no dtype policy, no device. What runs on many ranks is made from this module by
-  `parallelize`, which relies on three parts that every model here has: `embed`, `layers`, `head`.
+- Plain single-device code: no parallelism, no dtype policy, no device. What runs on many ranks is made from this module
+  by `parallelize`, which relies on three parts that every model here has: `embed`, `layers`, `head`.
 - Parameter names are final: checkpoints, logs and optimizer groups use them (`layers.3.attention.wq.weight`).
-- Rotary layout: half-split, as in Hugging Face weights. Element i of a head is rotated with element i + head_dim / 2, so
-  weights go to and from Hugging Face without a permutation. Meta's original files use the interleaved layout (i with i + 1)
-  and would have to be permuted first.
+- Rotary layout: half-split, as in Hugging Face weights. Element i of a head is rotated with element i + head_dim / 2,
+  so weights go to and from Hugging Face without a permutation. Meta's original files use the interleaved layout (i with
+  i + 1) and would have to be permuted first.
 """
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. Head counts are read off the projections, so it also runs on a part of the heads."""
+    """Causal grouped-query attention. Head counts are read off the projections, so it also runs on a part of the
+    heads."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -289,12 +291,12 @@ PRESETS: dict[str, LlamaConfig] = {
     "26m": LlamaConfig(vocab_size=8192, dim=512, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=2048),
     # Llama 3.2 1B and 3B, Llama 3.1 8B and 70B, with the published shapes.
     "1b": LlamaConfig(
-        vocab_size=128256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, max_seq_len=131072,
-        rope_theta=500000.0, rope_scaling=_LLAMA32_SCALING, tie_embeddings=True,
+        vocab_size=128256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192,
+        max_seq_len=131072, rope_theta=500000.0, rope_scaling=_LLAMA32_SCALING, tie_embeddings=True,
     ),
     "3b": LlamaConfig(
-        vocab_size=128256, dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, head_dim=128, ffn_dim=8192, max_seq_len=131072,
-        rope_theta=500000.0, rope_scaling=_LLAMA32_SCALING, tie_embeddings=True,
+        vocab_size=128256, dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, head_dim=128, ffn_dim=8192,
+        max_seq_len=131072, rope_theta=500000.0, rope_scaling=_LLAMA32_SCALING, tie_embeddings=True,
     ),
     "8b": LlamaConfig(
         vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, max_seq_len=131072,

@@ -1,7 +1,7 @@
 """torch.compile of a pipeline stage: one graph from tokens or hidden states to hidden states or loss.
 
-A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graph. Parameter
-names do not change: the forward is compiled, not the module wrapped.
+A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graph.
+Parameter names do not change: the forward is compiled, not the module wrapped.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ SCHEDULES = {
 
 
 def split_layers(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
-    """How many layers each stage gets so that the costliest stage is as cheap as it can be, each with one layer at least.
+    """How many layers each stage gets so that the costliest stage is as cheap as it can be, each with one layer at
+    least.
 
     `costs` are those of the layers in order; `first` and `last` are added to the first and the last stage.
     """
@@ -63,11 +64,13 @@ def split_layers(costs: Sequence[float], first: float, last: float, stages: int)
 
 
 def bubble_fraction(schedule: str, pp: int, stages: int, microbatches: int) -> float:
-    """The idle share of a rank's time that a schedule implies, if a backward takes twice a forward and stages cost the same.
+    """The idle share of a rank's time that a schedule implies, if a backward takes twice a forward and stages cost the
+    same.
 
     From the critical path: with p ranks, v stages a rank and m microbatches, afab and 1f1b idle (p - 1) / (m + p - 1)
-    (arXiv:2104.04473), interleaving divides the ramp by v. The zero-bubble schedules fill it with weight gradients: a third of
-    the ramp stays for the interleaved one (its ZB-H1 form, arXiv:2401.10241), none for zbv and dualpipev with m >= 2 p.
+    (arXiv:2104.04473), interleaving divides the ramp by v. The zero-bubble schedules fill it with weight gradients: a
+    third of the ramp stays for the interleaved one (its ZB-H1 form, arXiv:2401.10241), none for zbv and dualpipev with
+    m >= 2 p.
     """
     ramp = (pp - 1) / (stages // pp)
     if schedule == "interleaved_zero_bubble":
@@ -78,7 +81,8 @@ def bubble_fraction(schedule: str, pp: int, stages: int, microbatches: int) -> f
 
 
 def stages_of_rank(pp_rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:
-    """Indices of the stages that a pipeline rank holds, ascending. V-shaped: first half down the ranks, second half up."""
+    """Indices of the stages that a pipeline rank holds, ascending. V-shaped: first half down the ranks, second half
+    up."""
     if v_shaped:
         assert per_rank == 2
         return [pp_rank, 2 * pp - 1 - pp_rank]
@@ -88,8 +92,8 @@ def stages_of_rank(pp_rank: int, pp: int, per_rank: int, v_shaped: bool) -> list
 def cut_stage(
     model: nn.Module, layers_per_stage: list[int], index: int, first_parts: Sequence[str], last_parts: Sequence[str]
 ) -> nn.Module:
-    """A copy of the plain (meta) model with the layers of stage `index` alone, `first_parts` (the embedding) on the first
-    stage and `last_parts` (norm and output) on the last."""
+    """A copy of the plain (meta) model with the layers of stage `index` alone, `first_parts` (the embedding) on the
+    first stage and `last_parts` (norm and output) on the last."""
     stage: Any = copy.deepcopy(model)
     begin = sum(layers_per_stage[:index])
     names = list(stage.layers)
@@ -105,10 +109,11 @@ def cut_stage(
 
 
 class Stage(nn.Module):
-    """Runs a model, or the part of it that one pipeline stage holds, from tokens or hidden states to hidden states or loss.
+    """Runs a model, or the part of it that one pipeline stage holds, from tokens or hidden states to hidden states or
+    loss.
 
-    The last stage returns the *sum* of the token losses of the microbatch, shape [1]: sums add up to the same number however
-    the batch is cut.
+    The last stage returns the *sum* of the token losses of the microbatch, shape [1]: sums add up to the same number
+    however the batch is cut.
     """
 
     def __init__(
@@ -142,8 +147,8 @@ class Stage(nn.Module):
     def hidden(
         self, x: Tensor, like: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
-        """The hidden states after this stage's layers, [batch, seq, dim]; a DTensor under tp. `like` is any [batch, seq]
-        tensor."""
+        """The hidden states after this stage's layers, [batch, seq, dim]; a DTensor under tp. `like` is any [batch,
+        seq] tensor."""
         model = self.model
         if self.first:
             x = model.embed(x)
@@ -162,9 +167,11 @@ class Stage(nn.Module):
 
 
 def timesteps(stage_ranks: Sequence[int], microbatches: int) -> list[dict[int, tuple[int, int]]]:
-    """A forward-only schedule for any placement of stages: at each time step, rank -> the (stage, microbatch) that it runs.
+    """A forward-only schedule for any placement of stages: at each time step, rank -> the (stage, microbatch) that it
+    runs.
 
-    A greedy list schedule: a rank runs the earliest ready microbatch, of its latest stage first. All ranks compute the same.
+    A greedy list schedule: a rank runs the earliest ready microbatch, of its latest stage first. All ranks compute the
+    same.
     """
     done: set[tuple[int, int]] = set()
     steps: list[dict[int, tuple[int, int]]] = []
@@ -191,9 +198,9 @@ def run_forward(
 ) -> None:
     """Run all stages on all microbatches without gradients; every rank of the pp `group` calls it.
 
-    `run(stage, microbatch, hidden)` computes one stage of this rank and returns what the next stage needs; `border(microbatch)`
-    gives an empty tensor of that shape. Sends and receives of a time step are posted together, so no order of the ranks
-    can lock up, on gloo or NCCL.
+    `run(stage, microbatch, hidden)` computes one stage of this rank and returns what the next stage needs;
+    `border(microbatch)` gives an empty tensor of that shape. Sends and receives of a time step are posted together, so
+    no order of the ranks can lock up, on gloo or NCCL.
     """
     me = group.rank()
     last = len(stage_ranks) - 1
@@ -237,8 +244,8 @@ def build_schedule(
 ) -> Any:
     """torch's schedule object for this rank's stages.
 
-    `border_shape` is that of a hidden state between stages (local), `batch_shape` (rows of a microbatch, seq). After each
-    backward of a stage, `after_backward(stage, how many backwards of it are done in this step)` is called.
+    `border_shape` is that of a hidden state between stages (local), `batch_shape` (rows of a microbatch, seq). After
+    each backward of a stage, `after_backward(stage, how many backwards of it are done in this step)` is called.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class

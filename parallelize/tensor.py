@@ -12,11 +12,10 @@ from __future__ import annotations
 import fnmatch
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 TensorPlan = dict[str, ParallelStyle]
@@ -32,8 +31,8 @@ class Replicated(ParallelStyle):
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """Rows of the table are split over tp. Each rank looks up the tokens that it has rows for, the sum over ranks is the
-    embedding, left with placement `output` (arXiv:1909.08053, section 3)."""
+    """Rows of the table are split over tp. Each rank looks up the tokens that it has rows for, the sum over ranks is
+    the embedding, left with placement `output` (arXiv:1909.08053, section 3)."""
 
     def __init__(self, output: Placement) -> None:
         self.output = output
@@ -57,8 +56,8 @@ def _lookup(module: nn.Embedding, first: int, mesh: DeviceMesh, output: Placemen
 
 
 class ReplicatedKV(ParallelStyle):
-    """A key or value projection with fewer heads than tp ranks: the weight is whole on every rank, and a rank goes on with
-    the one head that its query heads attend to. Gradients are partial sums over tp, added up once per step."""
+    """A key or value projection with fewer heads than tp ranks: the weight is whole on every rank, and a rank goes on
+    with the one head that its query heads attend to. Gradients are partial sums over tp, added up once per step."""
 
     def __init__(self, n_kv_heads: int) -> None:
         self.n_kv_heads = n_kv_heads
@@ -83,12 +82,16 @@ def _project_one_head(module: nn.Linear, rows: slice, x: DTensor) -> Tensor:
 
 def covered_by(plan: TensorPlan, module_name: str) -> list[str]:
     """The patterns of `plan` that match a module's name."""
-    return [pattern for pattern in plan if fnmatch.fnmatchcase(module_name, pattern) and pattern.count(".") == module_name.count(".")]
+    return [
+        pattern
+        for pattern in plan
+        if fnmatch.fnmatchcase(module_name, pattern) and pattern.count(".") == module_name.count(".")
+    ]
 
 
 def check_plan(model: nn.Module, plan: TensorPlan) -> None:
-    """Raise ValueError, listing all of them, for parameters that no entry covers or that several do, and for patterns that
-    match no module."""
+    """Raise ValueError, listing all of them, for parameters that no entry covers or that several do, and for patterns
+    that match no module."""
     modules = dict(model.named_modules())
     used: set[str] = set()
     problems: list[str] = []
@@ -111,5 +114,7 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> N
     Entries for parts that this stage does not hold are passed over: call `check_plan` on the whole model first.
     """
     held = {name for name, _ in model.named_modules()}
-    here = {pattern: style for pattern, style in plan.items() if any(covered_by({pattern: style}, name) for name in held)}
+    here = {
+        pattern: style for pattern, style in plan.items() if any(covered_by({pattern: style}, name) for name in held)
+    }
     parallelize_module(model, mesh, here, src_data_rank=None)

@@ -1,7 +1,8 @@
 """From a config and a mesh to what a rank trains: its pipeline stages, cut, materialised, under ZeRO-1.
 
-The order is that of DESIGN's walk: model on meta -> pipeline stages -> tensor plan -> activation checkpointing -> compile
--> weights -> ZeRO-1. Property: the initial weights are a function of (seed, parameter name), bitwise the same on all meshes.
+The order is that of DESIGN's walk: model on meta -> pipeline stages -> tensor plan -> activation checkpointing ->
+compile -> weights -> ZeRO-1. Property: the initial weights are a function of (seed, parameter name), bitwise the same
+on all meshes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def draw_parameter(model: Any, seed: int, name: str, shape: tuple[int, ...], dev
 
 
 def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The torch optimizer over parameter groups that carry `lr_scale` and `weight_decay`, its state made at once, so that a
-    checkpoint of step 0 is complete and one can be loaded before the first step."""
+    """The torch optimizer over parameter groups that carry `lr_scale` and `weight_decay`, its state made at once, so
+    that a checkpoint of step 0 is complete and one can be loaded before the first step."""
     if config.name == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     else:
@@ -99,12 +100,14 @@ class Built:
 
 def plan_module(architecture: str) -> Any:
     """The module of `parallelize` with the tables of an architecture; for an import path, the module it lies in."""
-    return importlib.import_module(f"parallelize.{architecture}" if ":" not in architecture else architecture.split(":")[0])
+    return importlib.import_module(
+        f"parallelize.{architecture}" if ":" not in architecture else architecture.split(":")[0]
+    )
 
 
 def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None) -> Built:
-    """Build this rank's part of the run. All ranks call it together. `prepare` is applied to each stage before weights are
-    made (tests plant faults with it)."""
+    """Build this rank's part of the run. All ranks call it together. `prepare` is applied to each stage before weights
+    are made (tests plant faults with it)."""
     device = mesh.device
     dtype = DTYPES[config.train.dtype]
     model_config = config.model_config_for(vocab_size)
@@ -168,14 +171,19 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     for named in parameters:
         shape = tuple(named.parameter.shape)
         whole = draw_parameter(plain, config.run.seed, named.name, shape, device)
-        local = whole[tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_part(named.parameter).shape, strict=True))]
+        local = whole[
+            tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_part(named.parameter).shape, strict=True))
+        ]
         zero.set_master(named.name, local)
     zero.gather()
     return Built(plain, stages, indices, stage_ranks, split, zero, dtype)
 
 
-def materialise(stages: list[Stage], indices: list[int], tied: dict[str, str], device: torch.device) -> list[NamedParameter]:
-    """Replace the meta parameters of the stages by real ones, uninitialised; names that are tied share one parameter."""
+def materialise(
+    stages: list[Stage], indices: list[int], tied: dict[str, str], device: torch.device
+) -> list[NamedParameter]:
+    """Replace the meta parameters of the stages by real ones, uninitialised; names that are tied share one
+    parameter."""
     made: dict[str, NamedParameter] = {}
     for stage, index in zip(stages, indices, strict=True):
         for path, parameter in list(stage.model.named_parameters(remove_duplicate=False)):

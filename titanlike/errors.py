@@ -14,12 +14,13 @@ class UserError(ValueError):
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a script's `main`; a `UserError` becomes one line on stderr and exit code 2.
 
-    Under torchrun every rank usually finds the same mistake. The first rank of a machine speaks at once; the others wait
-    a moment, so that the launcher, which ends all ranks when the first one fails, finds the sentence already printed, and
-    speak only if they are still alive: then the mistake was theirs alone.
+    Under torchrun every rank usually finds the same mistake. The first rank of a machine speaks at once; the others
+    wait a moment, so that the launcher, which ends all ranks when the first one fails, finds the sentence already
+    printed, and speak only if they are still alive: then the mistake was theirs alone.
 
-    After distributed work the process leaves without running exit handlers: a gloo thread that frees a Python object during
-    interpreter shutdown now and then aborts the process, which would turn a finished run into a failed one (pytorch#179291).
+    After distributed work the process leaves without running exit handlers: a gloo thread that frees a Python object
+    during interpreter shutdown now and then aborts the process, which would turn a finished run into a failed one
+    (pytorch#179291).
     """
     try:
         code = main() or 0

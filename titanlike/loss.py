@@ -16,9 +16,9 @@ IGNORE = -100
 def cross_entropy_sum(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropies in nats, a float32 (or float64) scalar.
 
-    `head` maps hidden [batch, seq, dim] to logits [batch, seq, vocab]; labels [batch, seq] int64, IGNORE where there is no
-    loss. With logits that are a DTensor split over the vocabulary this needs torch's `loss_parallel` around forward and
-    backward: full logits are never gathered.
+    `head` maps hidden [batch, seq, dim] to logits [batch, seq, vocab]; labels [batch, seq] int64, IGNORE where there is
+    no loss. With logits that are a DTensor split over the vocabulary this needs torch's `loss_parallel` around forward
+    and backward: full logits are never gathered.
     """
     logits = head(hidden).flatten(0, 1)
     if logits.dtype != torch.float64:

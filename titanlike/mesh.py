@@ -85,7 +85,8 @@ class Mesh:
         return self.rank == 0
 
     def pair_group(self, first_pp: int, last_pp: int) -> dist.ProcessGroup | None:
-        """The group of the two ranks at pp coordinates first_pp and last_pp that share this rank's dp and tp coordinates.
+        """The group of the two ranks at pp coordinates first_pp and last_pp that share this rank's dp and tp
+        coordinates.
 
         All ranks must call it (every rank takes part in making each group); ranks at other pp coordinates get None.
         """

@@ -1,6 +1,7 @@
 """A training run from its config to its last checkpoint: the walk that scripts/train.py takes.
 
-config -> mesh -> model, cut and materialised (build.py) -> data -> newest good checkpoint -> loop(step, log, save) -> end.
+config -> mesh -> model, cut and materialised (build.py) -> data -> newest good checkpoint -> loop(step, log, save) ->
+end.
 """
 
 from __future__ import annotations
@@ -138,15 +139,17 @@ class Run:
             self.finish()
 
     def seed_step(self, step: int) -> None:
-        """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume needs no
-        saved generator state. tp ranks draw alike, for they hold parts of the same activations."""
+        """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
+        needs no saved generator state. tp ranks draw alike, for they hold parts of the same activations."""
         place = self.mesh.coordinate("pp") * self.mesh.dp + self.mesh.coordinate("dp")
         torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 1_000_003 + place)
 
     def validation_is_due(self, step: int) -> bool:
         """Every `validation.interval` steps and after the last one."""
         interval = self.config.validation.interval
-        return bool(self.data.validation) and (step == self.config.train.steps or (interval > 0 and step % interval == 0))
+        return bool(self.data.validation) and (
+            step == self.config.train.steps or (interval > 0 and step % interval == 0)
+        )
 
     def validate(self) -> dict[str, float]:
         """val_loss, token-weighted over the sets, and val_loss/<set> if there are several."""
@@ -251,13 +254,14 @@ def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
     """The start-up tables; all ranks call it, for each tells its own memory."""
     mesh, model = trainer.mesh, trainer.built.plain
     held = trainer.zero.bytes_per_rank()
-    mine = MemoryFacts(
-        mesh.rank, held["weights"], held["gradients"], held["master_weights"] + held["optimizer_states"]
-    )
+    mine = MemoryFacts(mesh.rank, held["weights"], held["gradients"], held["master_weights"] + held["optimizer_states"])
     memory: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(memory, mine)
     shape = config_shape(trainer)
-    sizes = {name: getattr(model.config, name) for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}
+    sizes = {
+        name: getattr(model.config, name)
+        for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    }
     pipeline = None
     if mesh.pp > 1:
         stages, schedule = len(trainer.built.stage_ranks), config.pipeline.schedule
@@ -269,7 +273,11 @@ def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
         ModelFacts(name, shape.parameters, shape.embedding_parameters, sizes),
         {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
         BatchFacts(
-            config.train.global_batch_size, config.train.microbatch_size, mesh.dp, config.train.seq_len, config.train.steps
+            config.train.global_batch_size,
+            config.train.microbatch_size,
+            mesh.dp,
+            config.train.seq_len,
+            config.train.steps,
         ),
         memory=memory,
         data=data.describe(),

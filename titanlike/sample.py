@@ -9,7 +9,8 @@ from titanlike.trainer import Trainer
 
 @torch.no_grad()
 def sample(trainer: Trainer, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
-    """`count` token ids after `prompt`, drawn at `temperature` (0: the likeliest). All ranks call it and get the same ids.
+    """`count` token ids after `prompt`, drawn at `temperature` (0: the likeliest). All ranks call it and get the same
+    ids.
 
     The context is the last seq_len tokens. Every step computes the whole window again: right for a few lines.
     """

@@ -29,9 +29,10 @@ def phases(config: ScheduleConfig, total: int) -> tuple[int, int, int]:
 def lr_factor(config: ScheduleConfig, total: int, step: int) -> float:
     """What the peak learning rate is multiplied by at `step`, which counts from 1.
 
-    Warm-up is linear and reaches 1 at its last step. The decay goes from 1 to `min_lr_ratio`, which the last step reaches:
-    with t from 0 to 1 over its steps, linear 1 - t; cosine (1 + cos(pi t)) / 2 (arXiv:1608.03983); 1-sqrt 1 - sqrt(t)
-    (arXiv:2405.18392). With cosine and no stable phase this is the usual cosine schedule, with a stable phase it is WSD.
+    Warm-up is linear and reaches 1 at its last step. The decay goes from 1 to `min_lr_ratio`, which the last step
+    reaches: with t from 0 to 1 over its steps, linear 1 - t; cosine (1 + cos(pi t)) / 2 (arXiv:1608.03983); 1-sqrt 1 -
+    sqrt(t) (arXiv:2405.18392). With cosine and no stable phase this is the usual cosine schedule, with a stable phase
+    it is WSD.
     """
     warmup, _, decay = phases(config, total)
     if step <= warmup:

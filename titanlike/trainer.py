@@ -1,8 +1,8 @@
 """One training step, and validation, on any mesh.
 
 Properties:
-- The numbers of a step (loss, gradient norm, token count) are global: one small all-reduce over all ranks gives every rank
-  the same ones, and what is decided from them is decided alike everywhere.
+- The numbers of a step (loss, gradient norm, token count) are global: one small all-reduce over all ranks gives every
+  rank the same ones, and what is decided from them is decided alike everywhere.
 - Gradients are sums over tokens until the update, so microbatches, accumulation and dp cannot change their scale.
 """
 
@@ -29,7 +29,8 @@ from titanlike.schedule import lr_factor
 
 @dataclasses.dataclass
 class StepResult:
-    """The global numbers of one optimizer step. Tensors, so that reading them (a device sync) is the caller's choice."""
+    """The global numbers of one optimizer step. Tensors, so that reading them (a device sync) is the caller's
+    choice."""
 
     loss: Tensor
     """mean token loss over the global batch in nats, float64"""
@@ -106,7 +107,8 @@ class Trainer:
         return total
 
     def global_totals(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
-        """[loss sum, valid labels, square of the gradient sums' norm] over the whole global batch and model, float64 [3].
+        """[loss sum, valid labels, square of the gradient sums' norm] over the whole global batch and model, float64
+        [3].
 
         All ranks take part; each loss is counted where its last stage is, on one tp rank.
         """
@@ -154,13 +156,16 @@ class Trainer:
                 return None
             return out
 
-        self._run_forward(run, inputs["labels"].shape[0] // self.config.train.microbatch_size, inputs["labels"].shape[1])
+        self._run_forward(
+            run, inputs["labels"].shape[0] // self.config.train.microbatch_size, inputs["labels"].shape[1]
+        )
         return total
 
     @torch.no_grad()
     def next_token_logits(self, tokens: Tensor, index: int) -> Tensor:
         """Logits [rows, vocab] of the token after position `index` of tokens [rows, seq], the same on all ranks of a pp
-        and tp group. Rows must be train.microbatch_size or any number without pp; seq must suit sequence parallelism."""
+        and tp group. Rows must be train.microbatch_size or any number without pp; seq must suit sequence
+        parallelism."""
         tokens = tokens.to(self.mesh.device)
         found: list[Tensor] = []
 
@@ -179,7 +184,9 @@ class Trainer:
         if self.mesh.pp == 1:
             return found[0]
         vocab = self.built.plain.config.vocab_size
-        logits = found[0] if found else torch.empty(tokens.shape[0], vocab, dtype=self.built.dtype, device=tokens.device)
+        logits = (
+            found[0] if found else torch.empty(tokens.shape[0], vocab, dtype=self.built.dtype, device=tokens.device)
+        )
         dist.broadcast(logits, group=self.mesh.group("pp"), group_src=self.built.stage_ranks[-1])
         return logits
 

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titanlike.data.batch import Batch
+from titanlike.data.config import SourceConfig
+from titanlike.data.encoding import encode, in_memory
 from titanlike.data.loader import GlobalOrder, Reader, load
+from titanlike.data.records import list_pieces, read_pieces
 from titanlike.data.rows import ConcatRows
-from titanlike.data.store import split
-from titanlike.data.text import expand, file_documents, stdlib_documents, tokenise
+from titanlike.data.store import TokenStore, split
+from titanlike.data.token_files import open_shards
 from titanlike.data.validation import ValidationSet
 from titanlike.errors import UserError
-from titanlike.tokenizer import load_tokenizer
+from titanlike.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from titanlike.config import Config
@@ -31,11 +34,7 @@ class Data:
         rows = global_batch_size // dp
         self._mine = slice(rows * dp_coordinate, rows * (dp_coordinate + 1))
         self.tokenizer = load_tokenizer(data.tokenizer)
-        if data.source == "python-stdlib":
-            store = tokenise(stdlib_documents(), self.tokenizer, "the Python standard library")
-        else:
-            documents = (text for path in expand(data.paths) for text in file_documents(path, data.text_field))
-            store = tokenise(documents, self.tokenizer, f"data.paths ({', '.join(data.paths)})")
+        store = open_source(data, self.tokenizer, data.tokenizer)
         self._store = store
         view, held_out = split(store, data.validation_fraction, config.run.seed)
         self._rows = ConcatRows(view, seq_len, data.source, config.run.seed)
@@ -55,8 +54,8 @@ class Data:
             )
 
     def train_batches(self, cursor: dict[str, Any] | None = None) -> Iterator[Batch]:
-        """This dp coordinate's rows of every global batch after `cursor`, for ever: when the rows of a pass are used up,
-        the next pass has another order. `cursor` is that of the last batch trained on, on any mesh.
+        """This dp coordinate's rows of every global batch after `cursor`, for ever: when the rows of a pass are used
+        up, the next pass has another order. `cursor` is that of the last batch trained on, on any mesh.
 
         Raises:
             UserError: the cursor belongs to another source.
@@ -85,3 +84,22 @@ class Data:
         for name, validation in self.validation.items():
             table.append(("validation", f"{name}, {validation.n_rows:,} rows, by document"))
         return table
+
+
+def open_source(source: SourceConfig, tokenizer: Tokenizer, tokenizer_name: str) -> TokenStore:
+    """The documents of a source, memory-mapped or tokenised now.
+
+    Raises:
+        UserError: it cannot be opened, or has no text.
+    """
+    if source.source == "tokens":
+        return TokenStore([s for folder in source.paths for s in open_shards(folder, tokenizer, tokenizer_name)])
+    records = read_pieces(list_pieces(source, piece_bytes=2**62), source.text_field)
+    return in_memory(encode(records, tokenizer, source.text_field), described(source))
+
+
+def described(source: SourceConfig) -> str:
+    """A source in a few words."""
+    if source.source == "huggingface":
+        return f"the dataset {source.dataset}, split {source.split}"
+    return f"{source.source} ({', '.join(source.paths)})" if source.paths else source.source
