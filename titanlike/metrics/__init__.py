@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO
 
-from titanlike.errors import UserError
 from titanlike.metrics import files
 from titanlike.metrics.config import MetricsConfig
 from titanlike.metrics.console import Console
+from titanlike.metrics.tensorboard import TensorBoard
 
 __all__ = ["Metrics", "MetricsConfig"]
 
@@ -63,7 +63,7 @@ class Metrics:
         dropped = files.drop_after(self.run_dir, step)
         self._last_step = step
         if self.config.tensorboard:
-            self._tensorboard = _tensorboard_writer(self.run_dir, step + 1)
+            self._tensorboard = TensorBoard(self.run_dir / "tensorboard", step + 1)
         self.event("resume" if step else "start", step, **fields, **({"dropped_steps": dropped} if dropped else {}))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -80,9 +80,8 @@ class Metrics:
         self._metrics_file.write(files.encode({"step": step, **values, "wall_time": self._clock()}) + "\n")
         if self.config.tensorboard:
             if self._tensorboard is None:
-                self._tensorboard = _tensorboard_writer(self.run_dir, step)
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+                self._tensorboard = TensorBoard(self.run_dir / "tensorboard", step)
+            self._tensorboard.log(step, values)
         self._console.show(step, values)
 
     def event(self, event: str, step: int, **fields: Any) -> None:
@@ -124,15 +123,3 @@ class Metrics:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def _tensorboard_writer(run_dir: Path, first_step: int) -> Any:
-    """A TensorBoard writer that hides what an earlier process logged for `first_step` and later steps."""
-    try:
-        # Imported here: it takes a second, and a run without TensorBoard does without the package.
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "metrics.tensorboard = true needs the package tensorboard; install it or set metrics.tensorboard = false"
-        ) from error
-    return SummaryWriter(run_dir / "tensorboard", purge_step=first_step)

@@ -110,7 +110,7 @@ def startup_tables(
         ("batch", "tokens a step", f"{batch.tokens_per_step:,} = {batch.global_batch_size} × {batch.seq_len}"),
         ("batch", "tokens in all", f"{batch.tokens_per_step * batch.steps:,} in {batch.steps:,} steps"),
     ]
-    rows += [("data", label, str(value)) for label, value in data]
+    rows += [("data", label, value) for label, value in data]
     tables = [_facts_table(rows)]
     if memory:
         tables.append(_memory_table(memory))

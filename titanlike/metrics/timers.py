@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ class Timers:
         self._previous: list[tuple[Any, str]] | None = None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Count the time inside the block to the phase `name`, one of `PHASES`."""
         assert name in PHASES, f"unknown phase {name}; known: {', '.join(PHASES)}"
         self._active.append(name)
