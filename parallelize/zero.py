@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallelize.private import raw_local
-
 Box = tuple[Tensor, tuple[int, ...], tuple[int, ...]]
 """(local tensor, shape of the whole tensor, offset of the local tensor in it)"""
 
@@ -130,16 +128,12 @@ class Bucket:
         self.shard_numel = numel
         first = local_part(named[0].parameter)
         self.compute_dtype = first.dtype
-        self.master = torch.zeros(numel, dtype=dtype, device=first.device)
         # Padding is never written, so it stays zero and adds nothing to sums and norms.
         self.grads = torch.zeros(self.dp, numel, dtype=dtype, device=first.device)
-        self.grad_shard = self.grads[0] if self.dp == 1 else torch.zeros_like(self.master)
+        self.grad_shard = self.grads[0] if self.dp == 1 else torch.zeros(numel, dtype=dtype, device=first.device)
+        # On one dp rank that computes in the master dtype, the compute weights are the master weights.
         self.aliased = self.dp == 1 and self.compute_dtype == dtype
-        if self.aliased:  # the compute weights are the master weights
-            for slot in self.slots:
-                local = raw_local(slot.parameter)
-                with torch.no_grad():
-                    local.set_(slot.own(self.master).view(local.shape))
+        self.master = None if self.aliased else torch.zeros(numel, dtype=dtype, device=first.device)
         self.missing = len(self.slots)
         self.launched = False
         self.work: dist.Work | None = None
@@ -170,9 +164,15 @@ class Bucket:
             # The first and the last stage each hold a copy of the tied weight and its gradient from one use.
             dist.all_reduce(self.grad_shard, group=self.tied_across)
 
+    def master_shard(self, slot: Slot) -> Tensor:
+        """This rank's rows of a master weight, as a view."""
+        if self.master is None:
+            return local_part(slot.parameter).detach().view(slot.local_shape)
+        return slot.own(self.master)
+
     def start_gather(self) -> tuple[dist.Work | None, Tensor | None]:
         """Start collecting the new weights from all dp ranks, in the compute dtype."""
-        if self.aliased:
+        if self.master is None:
             return None, None
         shard = self.master.to(self.compute_dtype)
         if self.dp == 1:
@@ -226,7 +226,7 @@ class Zero:
             group = groups.setdefault(
                 (scale, decay), {"params": [], "names": [], "lr_scale": scale, "weight_decay": decay}
             )
-            shard = nn.Parameter(slot.own(bucket.master))
+            shard = nn.Parameter(bucket.master_shard(slot))
             shard.grad = slot.own(bucket.grad_shard)
             self.shards[slot.name] = shard
             if shard.numel():
@@ -254,6 +254,7 @@ class Zero:
             return
         counts = True
         if isinstance(grad, DTensor):
+            assert isinstance(parameter, DTensor)
             if slot.named.replicated_over_tp:
                 if not all(p.is_partial("sum") for p in grad.placements):
                     # Every tp rank holds the whole gradient: one of them brings it to the sum over tp.
@@ -317,7 +318,7 @@ class Zero:
             if bucket.counts and (first_tp or not bucket.replicated_over_tp)
         ]
         if not norms:
-            return torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
+            return torch.zeros((), dtype=torch.float64, device=self.buckets[0].grads.device)
         return torch.stack(norms).double().square().sum()
 
     # -- update ------------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ class Zero:
     def set_master(self, name: str, local: Tensor) -> None:
         """Set this rank's rows of a master weight from the local tensor, in the master's precision or better."""
         bucket, slot = self.slots[name]
-        slot.own(bucket.master).copy_(slot.own_rows_of(local))
+        bucket.master_shard(slot).copy_(slot.own_rows_of(local))
 
     def boxes(self) -> dict[str, Box]:
         """Every tensor of the state that this rank owns, by name: `model.<name>` is the master weight and
@@ -371,7 +372,6 @@ class Zero:
     def bytes_per_rank(self) -> dict[str, int]:
         """Bytes that this rank holds: compute weights, gradients, master weights and optimizer states."""
         weights = sum(local_part(s.parameter).nbytes for _, s in self.slots.values())
-        aliased = sum(b.master.nbytes for b in self.buckets if b.aliased)
         gradients = sum(b.grads.nbytes + (0 if b.dp == 1 else b.grad_shard.nbytes) for b in self.buckets)
         states = sum(
             value.nbytes
@@ -382,7 +382,7 @@ class Zero:
         return {
             "weights": weights,
             "gradients": gradients,
-            "master_weights": sum(b.master.nbytes for b in self.buckets) - aliased,
+            "master_weights": sum(0 if b.master is None else b.master.nbytes for b in self.buckets),
             "optimizer_states": states,
         }
 
