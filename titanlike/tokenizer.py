@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """The ids of a text, without special tokens around it."""
         ...
 
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, as arrays of an unsigned type."""
         ...
 
@@ -51,13 +51,10 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", errors="surrogateescape"))
+        return list(text.encode("utf-8", errors="replace"))
 
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        return [
-            np.frombuffer(t if isinstance(t, bytes) else t.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
-            for t in texts
-        ]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -111,13 +108,14 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        plain = [t.decode("utf-8", errors="replace") if isinstance(t, bytes) else t for t in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
-        return [
-            np.array(encoding.ids, dtype=dtype)
-            for encoding in self._backend.encode_batch_fast(plain, add_special_tokens=False)
-        ]
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+            whole = [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
+            encodings = self._backend.encode_batch_fast(whole, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=True)
@@ -134,11 +132,18 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         UserError: there is no such tokenizer.
     """
-    if name == "bytes":
-        return ByteTokenizer()
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(tokenizer_file(name))
+
+
+def tokenizer_file(name: str) -> Path:
+    """The `tokenizer.json` that `data.tokenizer` names, as a file or by its folder.
+
+    Raises:
+        UserError: there is none.
+    """
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
         raise UserError(f'data.tokenizer: {path} does not exist; give "bytes", or the path of a tokenizer.json')
-    return FileTokenizer(path)
+    return path

@@ -9,23 +9,56 @@ Properties:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from titanlike.data.permutation import key_of, permute
 
 
+class Shard(Protocol):
+    """A part of a store."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Token ids [tokens], of an unsigned type."""
+        ...
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each document starts within the shard, and its number of tokens: [documents + 1], ascending."""
+        ...
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def n_documents(self) -> int: ...
+
+
+class ArrayShard(NamedTuple):
+    """A shard in memory."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.starts) - 1
+
+
 class TokenStore:
     """Documents in one or more shards. Positions and document numbers run over all shards."""
 
-    def __init__(self, shards: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """`shards`: pairs of tokens (1-d, unsigned) and starts [documents + 1] of the documents within the shard, whose
-        last entry is the number of tokens."""
-        self._tokens = [tokens for tokens, _ in shards]
-        self._starts = [starts for _, starts in shards]
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = list(shards)
         # The first position, and the first document, of each shard; then the totals.
-        self._first_position = np.cumsum([0, *(len(tokens) for tokens in self._tokens)], dtype=np.int64)
-        self._first_document = np.cumsum([0, *(len(starts) - 1 for starts in self._starts)], dtype=np.int64)
+        self._first_position = np.cumsum([0, *(shard.n_tokens for shard in shards)], dtype=np.int64)
+        self._first_document = np.cumsum([0, *(shard.n_documents for shard in shards)], dtype=np.int64)
         self.n_tokens = int(self._first_position[-1])
         self.n_documents = int(self._first_document[-1])
 
@@ -35,7 +68,7 @@ class TokenStore:
         parts = []
         while start < stop:
             first, end = int(self._first_position[shard]), int(self._first_position[shard + 1])
-            parts.append(self._tokens[shard][start - first : min(stop, end) - first])
+            parts.append(self._shards[shard].tokens[start - first : min(stop, end) - first])
             start, shard = end, shard + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -45,14 +78,14 @@ class TokenStore:
             return self.n_documents
         shard = int(np.searchsorted(self._first_position, position, side="right")) - 1
         within = position - int(self._first_position[shard])
-        return int(self._first_document[shard] + np.searchsorted(self._starts[shard], within, side="right")) - 1
+        return int(self._first_document[shard] + np.searchsorted(self._shards[shard].starts, within, side="right")) - 1
 
     def starts_in(self, start: int, stop: int) -> np.ndarray:
         """The positions in (start, stop) at which documents start, ascending, int64."""
         shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
         parts = [np.empty(0, dtype=np.int64)]
-        while shard < len(self._tokens) and (first := int(self._first_position[shard])) < stop:
-            starts = self._starts[shard][:-1]
+        while shard < len(self._shards) and (first := int(self._first_position[shard])) < stop:
+            starts = self._shards[shard].starts[:-1]
             low = np.searchsorted(starts, start - first, side="right")
             high = np.searchsorted(starts, stop - first, side="left")
             parts.append(np.asarray(starts[low:high], dtype=np.int64) + first)
@@ -66,8 +99,8 @@ class TokenStore:
         for shard in np.unique(shard_of):
             chosen = shard_of == shard
             within = documents[chosen] - self._first_document[shard]
-            start[chosen] = self._starts[shard][within].astype(np.int64) + self._first_position[shard]
-            stop[chosen] = self._starts[shard][within + 1].astype(np.int64) + self._first_position[shard]
+            start[chosen] = self._shards[shard].starts[within].astype(np.int64) + self._first_position[shard]
+            stop[chosen] = self._shards[shard].starts[within + 1].astype(np.int64) + self._first_position[shard]
         return start, stop
 
 
@@ -77,7 +110,7 @@ class View:
     def __init__(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> None:
         self.store = store
         self._starts = np.asarray(starts, dtype=np.int64)
-        self._first = np.cumsum([0, *(np.asarray(stops, dtype=np.int64) - self._starts)], dtype=np.int64)
+        self._first = np.concatenate(([0], np.cumsum(np.asarray(stops, dtype=np.int64) - self._starts)))
         self.n_tokens = int(self._first[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -1,0 +1,163 @@
+"""Token files: a folder of shards that are memory-mapped at training, and a metadata.json that says what they are.
+
+    metadata.json           format, dtype, counts, tokenizer, source, the shards
+    shard-00000.tokens      token ids, little-endian uint16 or uint32, documents one after the other, end token included
+    shard-00000.starts      where each document starts within the shard, and the number of tokens: int64 [documents + 1]
+    tokenizer.json          a copy of the tokenizer, unless it is "bytes"
+
+The bytes of all files are a function of the input, the tokenizer and the size of the shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlike.errors import UserError
+from titanlike.tokenizer import Tokenizer, token_dtype
+
+FORMAT = "titanlike-tokens-1"
+METADATA = "metadata.json"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+class FileShard:
+    """A shard on disk. It is mapped when it is first read, and crosses to another process as its path."""
+
+    def __init__(self, path: str, dtype: str, n_tokens: int, n_documents: int) -> None:
+        self.path = path
+        """without the suffix"""
+        self.dtype = dtype
+        self.n_tokens = n_tokens
+        self.n_documents = n_documents
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        return _map(self.path + ".tokens", DTYPES[self.dtype])
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        return _map(self.path + ".starts", np.dtype("<i8"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileShard, (self.path, self.dtype, self.n_tokens, self.n_documents)
+
+
+def _map(path: str, dtype: np.dtype[Any]) -> np.ndarray:
+    # Not numpy.memmap: its slices are slower than a plain array's by more than a short read costs.
+    with open(path, "rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
+
+
+def write_shard(
+    path: Path, batches: Iterable[list[np.ndarray]], dtype: type[np.unsignedinteger[Any]]
+) -> dict[str, Any]:
+    """Write the documents to `path` + .tokens and .starts; they appear when they are whole.
+
+    Returns what metadata.json says of a shard: name, tokens, documents, largest id.
+    """
+    lengths = [np.zeros(1, dtype=np.int64)]
+    largest = -1
+    temporary = path.with_name(path.name + ".tokens.tmp")
+    with temporary.open("wb") as file:
+        for batch in batches:
+            if batch:
+                ids = np.concatenate(batch).astype(np.dtype(dtype).newbyteorder("<"), copy=False)
+                largest = max(largest, int(ids.max()))
+                file.write(ids.tobytes())
+                lengths.append(np.array([len(document) for document in batch], dtype=np.int64))
+    starts = np.cumsum(np.concatenate(lengths))
+    write_whole(path.with_name(path.name + ".starts"), starts.astype("<i8").tobytes())
+    temporary.replace(path.with_name(path.name + ".tokens"))
+    return {"name": path.name, "tokens": int(starts[-1]), "documents": len(starts) - 1, "largest_id": largest}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there whole, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def to_json(value: Any) -> bytes:
+    """JSON that is equal for equal values."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def open_shards(folder: str, tokenizer: Tokenizer, tokenizer_name: str) -> list[FileShard]:
+    """The shards of a folder that scripts/prepare_data.py made, checked.
+
+    Raises:
+        UserError: it is not such a folder, was not finished, has a shard that is not as long as it should be, or was
+            made with another tokenizer.
+    """
+    metadata = read_metadata(Path(folder))
+    if (metadata["tokenizer"], metadata["end_id"]) != (tokenizer.fingerprint, tokenizer.end_id):
+        copy = Path(folder) / "tokenizer.json"
+        right = str(copy) if copy.is_file() else "bytes"
+        raise UserError(
+            f"the tokens in {folder} were made with another tokenizer than data.tokenizer = {tokenizer_name!r}: use "
+            f"{right!r}, or prepare the data again"
+        )
+    dtype = metadata["dtype"]
+    if dtype not in DTYPES:
+        raise UserError(f"{folder}/{METADATA}: dtype must be uint16 or uint32, got {dtype!r}")
+    shards = []
+    for entry in metadata["shards"]:
+        path = str(Path(folder) / entry["name"])
+        _check_size(f"{path}.tokens", entry["tokens"], DTYPES[dtype].itemsize, f"tokens of {dtype}")
+        _check_size(f"{path}.starts", entry["documents"] + 1, 8, "int64 starts of documents")
+        if entry["largest_id"] >= tokenizer.vocab_size:
+            raise UserError(
+                f"{path}.tokens has the id {entry['largest_id']}, and the vocabulary has {tokenizer.vocab_size} ids"
+            )
+        shards.append(FileShard(path, dtype, entry["tokens"], entry["documents"]))
+    for shard in shards:
+        if int(shard.starts[-1]) != shard.n_tokens:
+            raise UserError(f"{shard.path}.starts does not belong to {shard.path}.tokens: prepare the data again")
+    return shards
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """metadata.json of a folder of token files.
+
+    Raises:
+        UserError: the folder has none that can be read.
+    """
+    path = folder / METADATA
+    try:
+        metadata = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if (folder / "plan.json").is_file():
+            what = "is not finished: run scripts/prepare_data.py again, it goes on where it was"
+        elif folder.is_dir():
+            what = f"has no {METADATA}: it is not a folder that scripts/prepare_data.py made"
+        else:
+            what = "does not exist" if not folder.exists() else "is a file, not a folder of token files"
+        raise UserError(f"paths: {folder} {what}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise UserError(f"{path} is not of the format {FORMAT}: prepare the data again")
+    return metadata
+
+
+def _check_size(path: str, count: int, itemsize: int, what: str) -> None:
+    try:
+        size = Path(path).stat().st_size
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if size != count * itemsize:
+        how = "truncated" if size < count * itemsize else "too long, or of another dtype"
+        raise UserError(f"{path} is {how}: {size} bytes, where {count} {what} are {count * itemsize}")
+
+
+def storage_dtype(tokenizer: Tokenizer) -> str:
+    """The name of the dtype that the ids of a tokenizer are stored as."""
+    return np.dtype(token_dtype(tokenizer.vocab_size)).name
