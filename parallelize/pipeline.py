@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from parallelize.bubble import bubble_of
+
 # schedule -> (class name in torch.distributed.pipelining.schedules, default stages per rank, V-shaped placement)
 SCHEDULES = {
     "afab": ("GPipe", 1, False),
@@ -64,20 +66,10 @@ def split_layers(costs: Sequence[float], first: float, last: float, stages: int)
 
 
 def bubble_fraction(schedule: str, pp: int, stages: int, microbatches: int) -> float:
-    """The idle share of a rank's time that a schedule implies, if a backward takes twice a forward and stages cost the
-    same.
-
-    From the critical path: with p ranks, v stages a rank and m microbatches, afab and 1f1b idle (p - 1) / (m + p - 1)
-    (arXiv:2104.04473), interleaving divides the ramp by v. The zero-bubble schedules fill it with weight gradients: a
-    third of the ramp stays for the interleaved one (its ZB-H1 form, arXiv:2401.10241), none for zbv and dualpipev with
-    m >= 2 p.
-    """
-    ramp = (pp - 1) / (stages // pp)
-    if schedule == "interleaved_zero_bubble":
-        ramp /= 3
-    elif schedule in ("zbv", "dualpipev"):
-        ramp = max(0.0, ramp / 3 * (1 - microbatches / (2 * pp)))
-    return ramp / (microbatches + ramp)
+    """The share of an optimizer step, from 0 to 1, that a pipeline rank waits, if a backward takes twice a forward,
+    stages cost the same and communication nothing. It is counted from the order in which torch runs the schedule, to the
+    end of the step, for which all ranks wait: so the start of the pipeline is a bubble in zero-bubble schedules too."""
+    return bubble_of(SCHEDULES[schedule][0], pp, stages, microbatches)
 
 
 def stages_of_rank(pp_rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:
