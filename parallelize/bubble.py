@@ -1,8 +1,8 @@
 """The idle share of a pipeline, from the order of actions that torch's own schedule classes give each rank.
 
-A rank runs its actions in order, each as soon as what it needs is there; a forward takes 1, the backward to the input 1,
-the backward to the weights 1, communication nothing, and all stages cost the same. What is left idle until the last rank
-is done is the bubble. So it is the number of the schedule as it is run, not of the paper that it is named after.
+A rank runs its actions in order, each as soon as what it needs is there; a forward takes 1, the backward to the input
+1, the backward to the weights 1, communication nothing, and all stages cost the same. What is left idle until the last
+rank is done is the bubble. So it is the number of the schedule as it is run, not of the paper that it is named after.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def split_layers(costs: Sequence[float], first: float, last: float, stages: int)
 
 def bubble_fraction(schedule: str, pp: int, stages: int, microbatches: int) -> float:
     """The share of an optimizer step, from 0 to 1, that a pipeline rank waits, if a backward takes twice a forward,
-    stages cost the same and communication nothing. It is counted from the order in which torch runs the schedule, to the
-    end of the step, for which all ranks wait: so the start of the pipeline is a bubble in zero-bubble schedules too."""
+    stages cost the same and communication nothing. Counted from the order in which torch runs the schedule, to the end
+    of the step, for which all ranks wait: so the start of the pipeline is a bubble in zero-bubble schedules too."""
     return bubble_of(SCHEDULES[schedule][0], pp, stages, microbatches)
 
 

@@ -39,8 +39,8 @@ def test_the_closed_forms_of_the_papers_are_met(pp: int, microbatches: int) -> N
 
 
 def test_few_microbatches_are_counted_as_they_are() -> None:
-    """Symptom: a formula for many microbatches is used for few. By hand, for one microbatch and pp = 2: what two ranks do
-    one after the other is half of the time; the V lets weight gradients run beside."""
+    """Symptom: a formula for many microbatches is used for few. By hand, for one microbatch and pp = 2: what two ranks
+    do one after the other is half of the time; the V lets weight gradients run beside."""
     assert bubble_fraction("afab", 2, 2, 1) == pytest.approx(0.5)
     assert bubble_fraction("zbv", 2, 4, 1) == pytest.approx(0.4)
     assert bubble_fraction("interleaved_1f1b", 2, 4, 1) == pytest.approx(0.5)
