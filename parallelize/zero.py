@@ -1,14 +1,16 @@
-"""ZeRO-1 data parallelism (arXiv:1910.02054): replicated compute weights, sharded gradients, master weights and moments.
+"""ZeRO-1 data parallelism (arXiv:1910.02054): replicated compute weights, sharded gradients, master weights and
+moments.
 
 Properties:
-- Gradients of all microbatches are added up in the master dtype (float32, or float64), straight into the layout in which
-  they are reduced. Per bucket and step there is one reduce-scatter and one all-gather over dp, however many microbatches.
-- A parameter's shard is rows of its (tensor-parallel) local tensor: an n-d box of the plain tensor. So checkpoints need no
-  knowledge of buckets, and a bucket's size can change between runs.
-- Everything is in units of the *sum* of token losses. The division by the number of tokens and the clipping are one factor,
-  applied to the reduced shards.
-- A parameter that every tp rank holds whole (norms, replicated kv heads) is reduced over tp too, so its copies cannot drift.
-  The same goes for a tied weight that two pipeline stages hold.
+- Gradients of all microbatches are added up in the master dtype (float32, or float64), straight into the layout in
+  which they are reduced. Per bucket and step there is one reduce-scatter and one all-gather over dp, however many
+  microbatches.
+- A parameter's shard is rows of its (tensor-parallel) local tensor: an n-d box of the plain tensor. So checkpoints need
+  no knowledge of buckets, and a bucket's size can change between runs.
+- Everything is in units of the *sum* of token losses. The division by the number of tokens and the clipping are one
+  factor, applied to the reduced shards.
+- A parameter that every tp rank holds whole (norms, replicated kv heads) is reduced over tp too, so its copies cannot
+  drift. The same goes for a tied weight that two pipeline stages hold.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class NamedParameter:
     tied_across: dist.ProcessGroup | None = None
     """the two pipeline ranks that hold copies of this parameter, if two do"""
     counts: bool = True
-    """whether this rank's copy is the one that counts in the global norm (False on the second holder of a tied weight)"""
+    """whether this rank's copy is the one that counts in the global norm (False on the second holder of a tied
+    weight)"""
 
     @property
     def replicated_over_tp(self) -> bool:
@@ -86,8 +89,8 @@ class Slot:
         self.received = False  # whether a gradient came since the last reduction
 
     def pieces(self, bucket: Tensor, local: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Pairs of equal-shaped views, (of `bucket` [dp, shard_numel], of `local`), that cover the parameter: one, or two
-        when dp does not divide the rows."""
+        """Pairs of equal-shaped views, (of `bucket` [dp, shard_numel], of `local`), that cover the parameter: one, or
+        two when dp does not divide the rows."""
         whole, rest = divmod(self.local_shape[0], self.rows)
         rows = local.reshape(self.local_shape)
         if whole:
@@ -195,8 +198,8 @@ class Bucket:
 class Zero:
     """Gradients, master weights, optimizer state and weights of this rank's parameters.
 
-    `make_optimizer` gets parameter groups, `[{"params": [...], "names": [...], ...}]` of master shards, and returns a torch
-    optimizer over them; `group_of` gives a parameter's (lr_scale, weight_decay).
+    `make_optimizer` gets parameter groups, `[{"params": [...], "names": [...], ...}]` of master shards, and returns a
+    torch optimizer over them; `group_of` gives a parameter's (lr_scale, weight_decay).
     """
 
     def __init__(
@@ -213,7 +216,9 @@ class Zero:
         self.tp_group = tp_group
         self.dp_group = dp_group
         self.master_dtype = master_dtype
-        self.buckets = [Bucket(named, dp_group, master_dtype) for named in fill_buckets(parameters, bucket_bytes, master_dtype)]
+        self.buckets = [
+            Bucket(named, dp_group, master_dtype) for named in fill_buckets(parameters, bucket_bytes, master_dtype)
+        ]
         self.slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
         self._last_microbatch = False
         self._next = 0
@@ -276,7 +281,8 @@ class Zero:
         slot.received = True
 
     def collect(self) -> None:
-        """Take gradients that no hook announced: split backwards of the zero-bubble schedules write `.grad` themselves."""
+        """Take gradients that no hook announced: split backwards of the zero-bubble schedules write `.grad`
+        themselves."""
         for _, slot in self.slots.values():
             if slot.parameter.grad is not None:
                 self._add(slot)
@@ -309,8 +315,8 @@ class Zero:
             bucket.finish_reduce(self.tp_group)
 
     def sum_of_squares(self) -> Tensor:
-        """This rank's part of the squared norm of the gradient sums, a float64 scalar. Each element of the plain model's
-        gradient is counted on exactly one rank, so the sum over all ranks is the square of the global norm."""
+        """This rank's part of the squared norm of the gradient sums, a float64 scalar. Each element of the plain
+        model's gradient is counted on exactly one rank, so the sum over all ranks is the square of the global norm."""
         first_tp = self.tp_group is None or self.tp_group.rank() == 0
         norms = [
             torch.linalg.vector_norm(bucket.grad_shard)
@@ -325,8 +331,8 @@ class Zero:
 
     @torch.no_grad()
     def step(self, grad_factor: Tensor, lr: float) -> None:
-        """Multiply the gradient sums by `grad_factor` (a scalar tensor) and update the master shards; `lr` is the learning
-        rate before each group's own scale."""
+        """Multiply the gradient sums by `grad_factor` (a scalar tensor) and update the master shards; `lr` is the
+        learning rate before each group's own scale."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         for bucket in self.buckets:
@@ -349,7 +355,8 @@ class Zero:
 
     def boxes(self) -> dict[str, Box]:
         """Every tensor of the state that this rank owns, by name: `model.<name>` is the master weight and
-        `optimizer.<state>.<name>` the optimizer's tensors of the same shape. Views: loading into them sets the state."""
+        `optimizer.<state>.<name>` the optimizer's tensors of the same shape. Views: loading into them sets the
+        state."""
         boxes: dict[str, Box] = {}
         for name, (_, slot) in self.slots.items():
             shape = tuple(slot.parameter.shape) or (1,)
@@ -390,8 +397,8 @@ class Zero:
 def fill_buckets(
     parameters: list[NamedParameter], bucket_bytes: float, dtype: torch.dtype
 ) -> list[list[NamedParameter]]:
-    """Group parameters that are reduced alike into buckets of about `bucket_bytes` bytes, the last parameters of the model
-    first: backward completes them first."""
+    """Group parameters that are reduced alike into buckets of about `bucket_bytes` bytes, the last parameters of the
+    model first: backward completes them first."""
     buckets: list[list[NamedParameter]] = []
     open_buckets: dict[tuple[Any, ...], int] = {}
     filled: dict[int, float] = {}
