@@ -10,6 +10,7 @@ The page is self-contained and opens offline. `--compare` exits with 0 if the ru
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tolerance", type=float, default=0.0, help="relative difference up to which values agree (default: bitwise)"
     )
     options = parser.parse_args(arguments)
+    if not 0 <= options.tolerance < math.inf:
+        parser.error("--tolerance must be a number from 0")
     if bool(options.runs) == bool(options.compare):
         parser.error("give one or more runs, or --compare A B")
     return options

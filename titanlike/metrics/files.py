@@ -53,9 +53,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The run's metrics, one object a step, by ascending step. Where a step occurs twice the later line counts."""
-    by_step = {values["step"]: values for values in read_lines(run_dir / METRICS_FILE) if _has_step(values)}
+    """The run's metrics, one object a step, by ascending step. Where a step occurs twice the later line counts.
+
+    Only numbers are returned: what else a foreign hand wrote into a line is left out.
+    """
+    by_step = {row["step"]: row for row in _rows(run_dir / METRICS_FILE)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def read_dropped(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of steps that were run again, in the order in which they were dropped."""
+    return _rows(run_dir / DROPPED_FILE)
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -105,6 +113,11 @@ def open_append(path: Path) -> TextIO:
     if torn:
         file.write("\n")
     return file
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = [values for values in read_lines(path) if _has_step(values)]
+    return [{name: value for name, value in row.items() if isinstance(value, (int, float))} for row in rows]
 
 
 def _has_step(values: Mapping[str, Any]) -> bool:

@@ -62,8 +62,8 @@ def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
     return [
         Run(
             name="/".join(absolute.parts[-depth:]).replace("//", "/"),
-            rows=[_numbers(row) for row in files.read_metrics(path)],
-            dropped=[_numbers(row) for row in files.read_lines(path / files.DROPPED_FILE) if "step" in _numbers(row)],
+            rows=files.read_metrics(path),
+            dropped=files.read_dropped(path),
             events=[{"step": 0, **event} for event in files.read_events(path)],
             config=_read_config(path / CONFIG_FILE),
         )
@@ -252,11 +252,6 @@ def _config_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _config_text(config: Mapping[str, Any], key: str) -> str | None:
     return json.dumps(config[key], default=str) if key in config else None
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a row that are numbers; a foreign hand may have written others."""
-    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def _short(value: float) -> float | int:

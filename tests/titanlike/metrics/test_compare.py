@@ -68,6 +68,14 @@ def test_text_names_step_and_values(tmp_path: Path) -> None:
     assert agree and "loss: equal bitwise, 2 common steps (1 to 2)" in text
 
 
+def test_text_where_a_number_belongs_is_no_value(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", {1: 1.0, 2: 2.0}), write(tmp_path / "b", {1: 1.0})
+    with open(b / files.METRICS_FILE, "a") as file:
+        file.write('{"step": 2, "loss": "low"}\n{"step": 3, "lo')
+    text, agree = compare_runs(a, b, 0.0)
+    assert agree and "1 common step (1)" in text
+
+
 def test_nothing_in_common_is_a_mistake(tmp_path: Path) -> None:
     a, b, empty = write(tmp_path / "a", {1: 1.0}), write(tmp_path / "b", {2: 1.0}), write(tmp_path / "c", {})
     with pytest.raises(UserError, match="no step in common"):
@@ -92,3 +100,4 @@ def test_command_exits_by_agreement(tmp_path: Path) -> None:
     assert missing.returncode == 2 and missing.stderr.startswith("error: ") and missing.stderr.count("\n") == 1
     assert run().returncode == 2
     assert run(a, "--compare", a, b).returncode == 2
+    assert run("--compare", a, b, "--tolerance", "nan").returncode == 2
