@@ -1,16 +1,56 @@
-"""torch.compile of a pipeline stage: one graph from tokens or hidden states to hidden states or loss.
+"""torch.compile of a pipeline stage, whole or block by block.
 
-A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graph.
-Parameter names do not change: the forward is compiled, not the module wrapped.
+- `stage`: one graph from tokens or hidden states to hidden states or loss. Fastest; compile time grows with the layers.
+- `block`: one graph for a block, reused by all layers, and one for head and loss. Compile time does not grow with depth.
+
+A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graphs. Parameter
+names do not change: forwards are compiled, modules are not wrapped.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from parallelize.activation_checkpoint import apply_activation_checkpoint
 
-def compile_stage(stage: nn.Module) -> None:
-    """Compile the forward of `stage` in place; the compiler runs at the first call."""
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Static shapes: each batch shape gets its own graph, and a run has one for training and one for validation.
-    stage.forward = torch.compile(stage.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def separate_cache(rank: int) -> None:
+    """Give this rank a compile cache of its own, below the user's or the default one. Call before the first compilation.
+
+    Why: graphs of tensor-parallel ranks can differ in shapes alone that the cache's key does not see (an uneven vocabulary;
+    pytorch#188390), and then one rank would run what another one compiled.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # private: the only name for this folder
+
+    base = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    if not base.endswith(f"/rank{rank}"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(base, f"rank{rank}")
+
+
+def compile_stage(stage: nn.Module, scope: str, checkpoint_mode: str) -> None:
+    """Compile the forward of `stage` in place, with activation checkpointing of its blocks; the compiler runs at the
+    first call. `scope` is stage or block, `checkpoint_mode` none, full or selective."""
+    blocks = list(stage.model.layers.values())  # type: ignore[union-attr, attr-defined]
+    if scope == "stage":
+        for block in blocks:
+            apply_activation_checkpoint(block, checkpoint_mode)
+        stage.forward = _compiled(stage.forward)  # type: ignore[method-assign]
+        return
+    for block in blocks:
+        if checkpoint_mode == "selective":  # its policy looks at single operations, so it must be inside the graph
+            apply_activation_checkpoint(block, checkpoint_mode)
+            block.forward = _compiled(block.forward)
+        else:  # a whole block is recomputed by running its graph again
+            block.forward = _compiled(block.forward)
+            apply_activation_checkpoint(block, checkpoint_mode)
+    stage.loss = _compiled(stage.loss)  # type: ignore[assignment]

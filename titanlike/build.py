@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.activation_checkpoint import apply_activation_checkpoint
-from parallelize.compile import compile_stage
+from parallelize.compile import compile_stage, separate_cache
 from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stages_of_rank
 from parallelize.tensor import apply_tensor_plan, check_plan
 from parallelize.zero import NamedParameter, Zero, local_part
@@ -133,6 +133,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         stream = Shard(1) if config.mesh.sequence_parallel else Replicate()
         plan = tables.tensor_plan(model_config, mesh.tp, config.mesh.sequence_parallel)
         check_plan(plain, plan)
+    if config.compile.enable:
+        separate_cache(mesh.rank)
     stages = []
     for index in indices:
         model: Any = cut_stage(plain, split, index, tables.FIRST_PARTS, tables.LAST_PARTS)
@@ -140,12 +142,13 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
             apply_tensor_plan(model, tp_mesh, plan)
         first, last = index == 0, index == num_stages - 1
         stage = Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream)
-        for block in model.layers.values():
-            apply_activation_checkpoint(block, config.activation_checkpoint.mode)
         if prepare is not None:
             prepare(stage)
         if config.compile.enable:
-            compile_stage(stage)
+            compile_stage(stage, config.compile.scope, config.activation_checkpoint.mode)
+        else:
+            for block in model.layers.values():
+                apply_activation_checkpoint(block, config.activation_checkpoint.mode)
         stages.append(stage)
 
     # Weights.

@@ -41,6 +41,7 @@ def check(config: Config, world_size: int) -> None:
     microbatches = config.accumulation(config.resolved_dp(world_size))
     _check_effect(config)
     _check_model(config)
+    _check_compile(config)
     if config.mesh.pp > 1:
         _check_pipeline(config, microbatches)
     _check_schedule(config)
@@ -57,6 +58,8 @@ def without_effect(config: Config) -> dict[str, str]:
     inert |= {f"optimizer.{name}": f'optimizer.name = "{optimizer.name}"' for name in other[optimizer.name]}
     if optimizer.weight_decay == 0:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
+    if not config.compile.enable:
+        inert["compile.scope"] = "compile.enable = false"
     if config.schedule.decay == "none":
         inert |= {f"schedule.{name}": 'schedule.decay = "none"' for name in ("decay_steps", "min_lr_ratio")}
     return inert
@@ -91,6 +94,15 @@ def _check_model(config: Config) -> None:
         raise UserError(f"mesh.tp ({tp}) must divide model.n_kv_heads ({n_kv_heads}), or be a multiple of it")
     if config.mesh.sequence_parallel and seq_len % tp:
         raise UserError(f"train.seq_len ({seq_len}) must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel")
+
+
+def _check_compile(config: Config) -> None:
+    compile_, mode = config.compile, config.activation_checkpoint.mode
+    if compile_.enable and compile_.scope == "stage" and mode == "full" and config.mesh.tp > 1:
+        raise UserError(
+            'activation_checkpoint.mode = "full" with mesh.tp > 1 cannot be compiled by stage (a limit of torch): use '
+            'compile.scope = "block", or activation_checkpoint.mode = "selective"'
+        )
 
 
 def _check_pipeline(config: Config, microbatches: int) -> None:
