@@ -142,7 +142,7 @@ class Run:
         """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
         needs no saved generator state. tp ranks draw alike, for they hold parts of the same activations."""
         place = self.mesh.coordinate("pp") * self.mesh.dp + self.mesh.coordinate("dp")
-        torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 1_000_003 + place)
+        torch.manual_seed(((self.config.run.seed * 1_000_003 + step) * 1_000_003 + place) % 2**63)
 
     def validation_is_due(self, step: int) -> bool:
         """Every `validation.interval` steps and after the last one."""
