@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from titanlike.config import Config, load_config
 from titanlike.metrics import files, names
 from titanlike.metrics.flops import flops_per_token
@@ -90,6 +91,15 @@ def test_resume_on_another_mesh_continues_the_same_file(tmp_path: Path) -> None:
     _start, resume = files.read_events(tmp_path / "run")
     assert (resume["event"], resume["step"], resume["mesh"]) == ("resume", 4, {"pp": 1, "dp": 1, "tp": 2})
     assert resume["dropped_steps"] == 1
+
+
+def test_the_step_that_is_not_finite_is_in_the_log(tmp_path: Path) -> None:
+    """The one line that explains the end of the run must not be the one that is missing."""
+    diverging = {"optimizer.name": "sgd", "optimizer.lr": 1e30, "train.max_grad_norm": 0.0, "train.steps": 9}
+    with pytest.raises(RankError, match="NonFinite"):
+        run_ranks(1, run, tiny(tmp_path / "run", **diverging))
+    last = files.read_metrics(tmp_path / "run")[-1]
+    assert last["step"] < 9 and not (math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"]))
 
 
 class LocalFlops(TorchDispatchMode):
