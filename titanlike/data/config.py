@@ -1,6 +1,6 @@
 """The `[data]` and `[validation]` sections."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -53,8 +53,45 @@ class SourceConfig(Section):
         return self
 
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+class MixtureSource(SourceConfig):
+    """One of several sources."""
+
+    name: Name
+    """What it is called in sample ids, logs and checkpoints. Letters, digits and _ . - only."""
+
+    weight: float = Field(1.0, ge=0)
+    """Its share of the samples is this over the sum of all weights."""
+
+
+class StageConfig(Section):
+    """From a step on, another mixture or another length."""
+
+    start_step: int = Field(ge=1)
+    """The first optimizer step of the stage; steps count from 1."""
+
+    weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Weight of each source by name; a source that is not named is not read. Not given: the sources' own weights."""
+
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens per sequence. Not given: train.seq_len. The number of sequences stays, so a batch has more or fewer
+    tokens."""
+
+
 class DataConfig(SourceConfig):
     """Where the text comes from, and how it becomes samples."""
+
+    sources: list[MixtureSource] = Field([])
+    """Several sources that are mixed, a list of tables. They stand in place of source and its keys."""
+
+    stages: list[StageConfig] = Field([])
+    """Changes of the mixture or the length during the run, a list of tables in the order of their start_step."""
+
+    allow_changes: bool = False
+    """Go on from a checkpoint although the data differs from what it was trained on. Unchanged sources keep their
+    positions."""
 
     tokenizer: str = Field("bytes", min_length=1)
     """bytes: one id per byte, no files. Or the path of a Hugging Face tokenizer.json, or of a folder that has one."""
@@ -68,11 +105,54 @@ class DataConfig(SourceConfig):
     prefetch: int = Field(2, ge=1)
     """Batches that each worker reads ahead."""
 
+    @property
+    def mixture(self) -> list[MixtureSource]:
+        """The sources; a single one has the name of its kind."""
+        if self.sources:
+            return self.sources
+        values = {name: getattr(self, name) for name in SourceConfig.model_fields}
+        return [MixtureSource(**values, name=self.source)]
+
+    @model_validator(mode="after")
+    def _mixture_fits(self) -> "DataConfig":
+        for name in SourceConfig.model_fields if self.sources else ():
+            if getattr(self, name) != SourceConfig.model_fields[name].default:
+                raise ValueError(f"{name} has no effect beside a list of sources: put it into one of them")
+        names = [source.name for source in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sources have the same name; the names are {', '.join(names)}")
+        if sum(source.weight for source in self.mixture) == 0 and not (self.stages and self.stages[0].start_step == 1):
+            raise ValueError("the weights of the sources sum to 0: give at least one of them a weight")
+        before = 0
+        for i, stage in enumerate(self.stages):
+            if stage.start_step <= before:
+                raise ValueError(
+                    f"stages[{i}].start_step ({stage.start_step}) must be more than that of the one before"
+                )
+            before = stage.start_step
+            if stage.weights is None and stage.seq_len is None:
+                raise ValueError(f"stages[{i}] changes nothing: give it weights or a seq_len")
+            unknown = [name for name in stage.weights or () if name not in names]
+            if unknown:
+                raise ValueError(f"stages[{i}].weights names {unknown[0]}, and the sources are {', '.join(names)}")
+            if stage.weights is not None and sum(stage.weights.values()) == 0:
+                raise ValueError(f"stages[{i}].weights sum to 0: give at least one source a weight")
+            if stage.weights is None and sum(source.weight for source in self.mixture) == 0:
+                raise ValueError(f"stages[{i}] has no weights, and those of the sources sum to 0")
+        return self
+
     @model_validator(mode="after")
     def _fits(self) -> "DataConfig":
         if self.workers == 0 and self.prefetch != type(self).model_fields["prefetch"].default:
             raise ValueError("prefetch has no effect with workers = 0: take it out, or use workers")
         return self
+
+
+class ValidationSource(SourceConfig):
+    """A validation set."""
+
+    name: Name
+    """What it is called in logs. Letters, digits and _ . - only."""
 
 
 class ValidationConfig(Section):
@@ -83,3 +163,13 @@ class ValidationConfig(Section):
 
     samples: int = Field(128, ge=0)
     """At most this many sequences of train.seq_len tokens per validation set, chosen by run.seed. 0: all."""
+
+    sets: list[ValidationSource] = Field([])
+    """Validation sets of their own, a list of tables, beside what data.validation_fraction holds out."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "ValidationConfig":
+        names = [source.name for source in self.sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sets have the same name; the names are {', '.join(names)}")
+        return self

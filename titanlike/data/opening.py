@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titanlike.data.batch import Batch
-from titanlike.data.config import SourceConfig
-from titanlike.data.encoding import encode, in_memory
-from titanlike.data.loader import GlobalOrder, Reader, load
-from titanlike.data.records import list_pieces, read_pieces
-from titanlike.data.rows import ConcatRows
-from titanlike.data.store import TokenStore, split
-from titanlike.data.token_files import open_shards
+from titanlike.data.loader import Reader, load
+from titanlike.data.order import GlobalOrder
+from titanlike.data.plan import Plan, make_stages
+from titanlike.data.rows import ConcatRows, RowOrder
+from titanlike.data.sources import Source, open_source
+from titanlike.data.store import View, split, whole
 from titanlike.data.validation import ValidationSet
 from titanlike.errors import UserError
-from titanlike.tokenizer import Tokenizer, load_tokenizer
+from titanlike.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from titanlike.config import Config
@@ -28,78 +27,118 @@ class Data:
 
     def __init__(self, config: Config, dp_coordinate: int, dp: int) -> None:
         self._config = config
-        data, seq_len, global_batch_size = config.data, config.train.seq_len, config.train.global_batch_size
+        self._dp_coordinate, self._dp = dp_coordinate, dp
+        global_batch_size = config.train.global_batch_size
         if global_batch_size % dp:
             raise UserError(f"train.global_batch_size ({global_batch_size}) must be a multiple of dp ({dp})")
         rows = global_batch_size // dp
         self._mine = slice(rows * dp_coordinate, rows * (dp_coordinate + 1))
+        data, seed = config.data, config.run.seed
         self.tokenizer = load_tokenizer(data.tokenizer)
-        store = open_source(data, self.tokenizer, data.tokenizer)
-        self._store = store
-        view, held_out = split(store, data.validation_fraction, config.run.seed)
-        self._rows = ConcatRows(view, seq_len, data.source, config.run.seed)
-        self._tokens = view.n_tokens
+        stages = make_stages(data, config.train.seq_len)
+        self._check_lengths(stages)
+        self._sources: dict[str, Source] = {}
+        self._orders: dict[tuple[str, int], RowOrder] = {}
         self.validation: dict[str, ValidationSet] = {}
-        """held-out sets by name"""
-        if held_out is not None:
-            held_out_rows = ConcatRows(held_out, seq_len, data.source, config.run.seed)
-            self.validation[data.source] = ValidationSet(
-                held_out_rows,
-                data.source,
-                seq_len=seq_len,
-                samples=config.validation.samples,
-                seed=config.run.seed,
-                dp_coordinate=dp_coordinate,
-                dp=dp,
-            )
+        """held-out sets by name: that of each source, then those of `[validation]`"""
+        for source in data.mixture:
+            name = source.name
+            self._sources[name] = open_source(source, self.tokenizer, data.tokenizer)
+            training, held_out = split(self._sources[name].store, data.validation_fraction, seed)
+            for stage in stages:
+                if name in stage.weights:
+                    self._orders[name, stage.seq_len] = ConcatRows(training, stage.seq_len, name, seed)
+            if held_out is not None:
+                self._add_validation(name, held_out)
+        for source in config.validation.sets:
+            if source.name in self.validation:
+                raise UserError(
+                    f"validation.sets has the name {source.name}, which is that of the part of a source that "
+                    "data.validation_fraction holds out: choose another, or set the fraction to 0"
+                )
+            self._add_validation(source.name, whole(open_source(source, self.tokenizer, data.tokenizer).store))
+        settings = {
+            "run.seed": seed,
+            "data.tokenizer": self.tokenizer.fingerprint,
+            "data.validation_fraction": data.validation_fraction,
+        }
+        self._plan = Plan(stages, {name: source.fingerprint for name, source in self._sources.items()}, settings)
+
+    def _check_lengths(self, stages: list[Any]) -> None:
+        """What a stage's own length must be, as validate_for asks it of train.seq_len."""
+        tp = self._config.mesh.tp if self._config.mesh.sequence_parallel else 1
+        longest = getattr(self._config.model, "max_seq_len", None)
+        for stage in stages:
+            where = f"seq_len {stage.seq_len} of the stage from step {stage.start_step} on"
+            if stage.seq_len % tp:
+                raise UserError(f"{where} must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel")
+            if longest is not None and stage.seq_len > longest:
+                raise UserError(f"{where} is longer than model.max_seq_len ({longest})")
+
+    def _add_validation(self, name: str, view: View) -> None:
+        seq_len, seed = self._config.train.seq_len, self._config.run.seed
+        self.validation[name] = ValidationSet(
+            ConcatRows(view, seq_len, name, seed),
+            name,
+            seq_len=seq_len,
+            samples=self._config.validation.samples,
+            seed=seed,
+            dp_coordinate=self._dp_coordinate,
+            dp=self._dp,
+        )
+
+    def check_cursor(self, cursor: dict[str, Any] | None) -> list[str]:
+        """What has changed in the data since the checkpoint that `cursor` comes from, as sentences to be shown.
+
+        Raises:
+            UserError: something has, and data.allow_changes is not set.
+        """
+        return [] if cursor is None else self._plan.check(cursor, self._config.data.allow_changes)
 
     def train_batches(self, cursor: dict[str, Any] | None = None) -> Iterator[Batch]:
         """This dp coordinate's rows of every global batch after `cursor`, for ever: when the rows of a pass are used
         up, the next pass has another order. `cursor` is that of the last batch trained on, on any mesh.
 
         Raises:
-            UserError: the cursor belongs to another source.
+            UserError: the data differs from that of the cursor, and data.allow_changes is not set.
         """
-        data = self._config.data
+        self.check_cursor(cursor)
         order = GlobalOrder(
-            self._rows,
-            data.source,
+            self._plan,
+            self._orders,
             global_batch_size=self._config.train.global_batch_size,
             mine=self._mine,
             cursor=cursor,
         )
+        data = self._config.data
         pin_memory = self._config.run.device != "cpu" and torch.accelerator.is_available()
-        reader = Reader(self._rows, self._config.train.seq_len)
-        return load(order, reader, workers=data.workers, prefetch=data.prefetch, pin_memory=pin_memory)
+        return load(order, Reader(self._orders), workers=data.workers, prefetch=data.prefetch, pin_memory=pin_memory)
+
+    def passes(self, cursor: dict[str, Any]) -> dict[str, float]:
+        """How many times each source has been read at `cursor`, by name; 1.5 is one and a half times."""
+        return {
+            name: position["epoch"] + position["index"] / position["of"] for name, position in cursor["sources"].items()
+        }
 
     def describe(self) -> list[tuple[str, str]]:
         """Label and value of what a person wants to know before the run."""
         train, data = self._config.train, self._config.data
-        passes = train.steps * train.global_batch_size / self._rows.n_rows
-        table = [
-            ("source", f"{data.source}, {self._store.n_documents:,} documents, {self._store.n_tokens:,} tokens"),
-            ("tokenizer", f"{data.tokenizer}, {self.tokenizer.vocab_size:,} ids"),
-            ("training", f"{self._tokens:,} tokens, {self._rows.n_rows:,} rows; the run makes {passes:.3g} passes"),
-        ]
+        table = [("tokenizer", f"{data.tokenizer}, {self.tokenizer.vocab_size:,} ids")]
+        for name, source in self._sources.items():
+            store = source.store
+            table.append((f"source {name}", f"{store.n_documents:,} documents, {store.n_tokens:,} tokens"))
+        for i, stage in enumerate(self._plan.stages):
+            until = self._plan.stages[i + 1].start_step - 1 if i + 1 < len(self._plan.stages) else train.steps
+            total = sum(stage.weights.values())
+            samples = max(0, until - stage.start_step + 1) * train.global_batch_size
+            shares = []
+            for name, weight in stage.weights.items():
+                passes = samples * weight / total / self._orders[name, stage.seq_len].rows_per_pass
+                share = f"{100 * weight / total:.3g}% " if len(stage.weights) > 1 else ""
+                shares.append(f"{share}{name} ({passes:.3g} passes)")
+            tokens = train.global_batch_size * stage.seq_len
+            batch = f"{train.global_batch_size} x {stage.seq_len} = {tokens:,} tokens a step"
+            table.append((f"steps {stage.start_step:,} to {until:,}", f"{', '.join(shares)}; {batch}"))
         for name, validation in self.validation.items():
-            table.append(("validation", f"{name}, {validation.n_rows:,} rows, by document"))
+            table.append((f"validation {name}", f"{validation.n_rows:,} sequences"))
         return table
-
-
-def open_source(source: SourceConfig, tokenizer: Tokenizer, tokenizer_name: str) -> TokenStore:
-    """The documents of a source, memory-mapped or tokenised now.
-
-    Raises:
-        UserError: it cannot be opened, or has no text.
-    """
-    if source.source == "tokens":
-        return TokenStore([s for folder in source.paths for s in open_shards(folder, tokenizer, tokenizer_name)])
-    records = read_pieces(list_pieces(source, piece_bytes=2**62), source.text_field)
-    return in_memory(encode(records, tokenizer, source.text_field), described(source))
-
-
-def described(source: SourceConfig) -> str:
-    """A source in a few words."""
-    if source.source == "huggingface":
-        return f"the dataset {source.dataset}, split {source.split}"
-    return f"{source.source} ({', '.join(source.paths)})" if source.paths else source.source

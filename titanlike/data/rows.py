@@ -1,8 +1,13 @@
-"""How a view of documents becomes rows of seq_len tokens, and the shuffled order of a source's rows."""
+"""How documents become rows of seq_len tokens, and the shuffled order of a source's rows.
+
+A `RowOrder` is pure: what it gives depends on the seed, the source and the position, not on what was asked before. So
+any process can read any row, and a position, which a checkpoint keeps, is all there is to resume from.
+"""
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -10,14 +15,35 @@ from titanlike.data.batch import Row
 from titanlike.data.permutation import key_of, permute
 from titanlike.data.store import View
 
+Position = dict[str, Any]
+"""JSON: how far a source has been read: `epoch` complete passes, and `index` parts `of` so many of the current one."""
+Address = tuple[int, ...]
+"""Where a row is: epoch and place in it."""
 
-class Position(TypedDict):
-    """How far a source has been read."""
 
-    epoch: int
-    """passes that are complete"""
-    index: int
-    """rows of the current pass that have been read, below the number of rows"""
+class RowOrder(Protocol):
+    """The rows of one source at one seq_len, pass after pass, each pass in an order of its own."""
+
+    def begin(self) -> Position:
+        """Before the first row."""
+        ...
+
+    def carry(self, position: Position) -> Position:
+        """A position of the same source as one of this order, if its rows were cut in another way."""
+        ...
+
+    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+        """The next `count` rows, and the position after them."""
+        ...
+
+    def read(self, addresses: Sequence[Address]) -> list[Row]:
+        """The rows at addresses."""
+        ...
+
+    @property
+    def rows_per_pass(self) -> float:
+        """About how many rows a pass has."""
+        ...
 
 
 class ConcatRows:
@@ -25,26 +51,44 @@ class ConcatRows:
     that every token but the very first is a label exactly once; the last row may be shorter."""
 
     def __init__(self, view: View, seq_len: int, name: str, seed: int) -> None:
+        self.n_rows = -(-(view.n_tokens - 1) // seq_len)
         self._view = view
         self._seq_len = seq_len
         self._name = name
         self._seed = seed
-        self.n_rows = -(-(view.n_tokens - 1) // seq_len)
 
-    def take(self, position: Position, count: int) -> tuple[list[tuple[int, int]], Position]:
-        """The next `count` rows from `position`, as (epoch, index in the epoch), and the position after them."""
+    def begin(self) -> Position:
+        return self._position(0)
+
+    def carry(self, position: Position) -> Position:
+        """Of rows that were cut in another way, the same share of the pass is taken as read, rounded up to a row."""
+        index = -(-position["index"] * self.n_rows // position["of"])
+        return self._position(position["epoch"] * self.n_rows + index)
+
+    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+        assert position["of"] == self.n_rows
         first = position["epoch"] * self.n_rows + position["index"]
-        taken = [divmod(i, self.n_rows) for i in range(first, first + count)]
-        epoch, index = divmod(first + count, self.n_rows)
-        return taken, Position(epoch=epoch, index=index)
+        return [divmod(i, self.n_rows) for i in range(first, first + count)], self._position(first + count)
 
-    def read(self, address: tuple[int, int]) -> Row:
-        """The row at (epoch, index in the epoch): a pure function of the seed, the source's name and the address."""
-        epoch, index = address
-        number = int(permute(np.array([index]), self.n_rows, key_of("order", self._seed, self._name, epoch))[0])
-        return Row(self.row(number), f"{self._name}:{epoch}:{number}")
+    def read(self, addresses: Sequence[Address]) -> list[Row]:
+        """A sample id is source:epoch:number of the row in the text."""
+        epochs = np.array([epoch for epoch, _ in addresses])
+        numbers = np.array([index for _, index in addresses])
+        for epoch in np.unique(epochs):
+            key = key_of("order", self._seed, self._name, int(epoch))
+            chosen = epochs == epoch
+            numbers[chosen] = permute(numbers[chosen], self.n_rows, key)
+        return [self.row(number, f"{self._name}:{epoch}:{number}") for epoch, number in zip(epochs, numbers.tolist())]
 
-    def row(self, number: int) -> np.ndarray:
-        """The tokens of row `number` in the order of the text."""
+    @property
+    def rows_per_pass(self) -> float:
+        return self.n_rows
+
+    def row(self, number: int, sample_id: str) -> Row:
+        """Row `number` in the order of the text."""
         start = number * self._seq_len
-        return self._view.read(start, min(start + self._seq_len + 1, self._view.n_tokens))
+        return Row(self._view.read(start, min(start + self._seq_len + 1, self._view.n_tokens)), sample_id)
+
+    def _position(self, rows: int) -> Position:
+        epoch, index = divmod(rows, self.n_rows)
+        return {"epoch": epoch, "index": index, "of": self.n_rows}

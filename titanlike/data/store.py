@@ -8,6 +8,7 @@ Properties:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -61,6 +62,14 @@ class TokenStore:
         self._first_document = np.cumsum([0, *(shard.n_documents for shard in shards)], dtype=np.int64)
         self.n_tokens = int(self._first_position[-1])
         self.n_documents = int(self._first_document[-1])
+
+    def digest(self) -> str:
+        """A string that is equal for equal documents. Reads all of them."""
+        digest = hashlib.blake2b(digest_size=16)
+        for shard in self._shards:
+            digest.update(np.ascontiguousarray(shard.tokens).data)
+            digest.update(np.ascontiguousarray(shard.starts).data)
+        return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens at positions [start, stop)."""
@@ -137,6 +146,11 @@ class View:
             start, i = end, i + 1
 
 
+def whole(store: TokenStore) -> View:
+    """All of a store."""
+    return View(store, np.array([0]), np.array([store.n_tokens]))
+
+
 def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | None]:
     """(the documents to train on, those held out), by the seed alone.
 
@@ -144,9 +158,8 @@ def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | N
     held-out part is the end of the longest one, that share of all tokens but at most half of it: a store of a single
     file has one document.
     """
-    everything = View(store, np.array([0]), np.array([store.n_tokens]))
     if fraction == 0:
-        return everything, None
+        return whole(store), None
     count = min(round(store.n_documents * fraction), store.n_documents - 1)
     if count == 0 or store.n_documents * fraction < 1:
         start, stop = store.spans(np.arange(store.n_documents))
@@ -154,7 +167,7 @@ def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | N
         length = int(stop[longest] - start[longest])
         held = min(max(2, round(store.n_tokens * fraction)), length // 2)
         if held < 2:
-            return everything, None
+            return whole(store), None
         begin, end = np.array([stop[longest] - held]), np.array([stop[longest]])
     else:
         chosen = permute(np.arange(count), store.n_documents, key_of("validation", seed))

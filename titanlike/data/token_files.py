@@ -97,7 +97,7 @@ def open_shards(folder: str, tokenizer: Tokenizer, tokenizer_name: str) -> list[
         UserError: it is not such a folder, was not finished, has a shard that is not as long as it should be, or was
             made with another tokenizer.
     """
-    metadata = read_metadata(Path(folder))
+    metadata = read_metadata(folder)
     if (metadata["tokenizer"], metadata["end_id"]) != (tokenizer.fingerprint, tokenizer.end_id):
         copy = Path(folder) / "tokenizer.json"
         right = str(copy) if copy.is_file() else "bytes"
@@ -124,12 +124,13 @@ def open_shards(folder: str, tokenizer: Tokenizer, tokenizer_name: str) -> list[
     return shards
 
 
-def read_metadata(folder: Path) -> dict[str, Any]:
+def read_metadata(folder: str | Path) -> dict[str, Any]:
     """metadata.json of a folder of token files.
 
     Raises:
         UserError: the folder has none that can be read.
     """
+    folder = Path(folder)
     path = folder / METADATA
     try:
         metadata = json.loads(path.read_bytes())

@@ -46,7 +46,7 @@ class ValidationSet:
 
     def _row(self, i: int) -> Row:
         number = i if self._chosen is None else int(self._chosen[i])
-        return Row(self._rows.row(number), f"{self.name}:{number}")
+        return self._rows.row(number, f"{self.name}:{number}")
 
 
 def unigram_entropy(counts: np.ndarray) -> float:

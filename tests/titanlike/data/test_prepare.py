@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from titanlike.data.config import SourceConfig
-from titanlike.data.opening import open_source
 from titanlike.data.prepare import prepare
 from titanlike.data.records import list_pieces, read_pieces
+from titanlike.data.sources import open_source
 from titanlike.data.token_files import open_shards
 from titanlike.errors import UserError
 from titanlike.tokenizer import ByteTokenizer, load_tokenizer
@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def texts(folder: Path, tokenizer: Any, name: str) -> list[str]:
-    store = open_source(SourceConfig(source="tokens", paths=[str(folder)]), tokenizer, name)
+    store = open_source(SourceConfig(source="tokens", paths=[str(folder)]), tokenizer, name).store
     starts, stops = store.spans(np.arange(store.n_documents))
     documents = [store.read(start, stop).tolist() for start, stop in zip(starts, stops)]
     assert all(document[-1] == tokenizer.end_id for document in documents)
@@ -147,7 +147,7 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
     source = SourceConfig(source="text", paths=[str(tmp_path / "t.txt")])
     metadata = prepare(source, name, tmp_path / "out", workers=1, shard_bytes=1000)
     assert (metadata["dtype"], metadata["vocab_size"]) == ("uint32", 70_001)
-    store = open_source(SourceConfig(source="tokens", paths=[str(tmp_path / "out")]), load_tokenizer(name), name)
+    store = open_source(SourceConfig(source="tokens", paths=[str(tmp_path / "out")]), load_tokenizer(name), name).store
     assert store.read(0, store.n_tokens).tolist() == [1, 70_000, 70_000, 1, 0]
 
 
