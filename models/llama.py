@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +110,10 @@ class Context(NamedTuple):
     sin: Tensor
     """[batch or 1, seq, 1, head_dim] sines of the rotary angles"""
     mask: Tensor | None
-    """[batch, 1, seq, seq] bool, True where attention is allowed; None: causal"""
+    """[batch, 1, seq, keys] bool, True where attention is allowed; None: causal. Without a cache, keys is seq"""
+    cache: Any = None
+    """What a block's attention keeps of earlier tokens when text is generated, or None: `cache.attend(q, k, v, mask)`
+    attends to what it has kept and to these. Differs from block to block."""
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -187,9 +190,12 @@ class Attention(nn.Module):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         q, k = rotate(q, context), rotate(k, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, heads, seq, head_dim]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=k.shape[1] != q.shape[1]
-        )
+        if context.cache is not None:
+            out = context.cache.attend(q, k, v, context.mask)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=context.mask, is_causal=context.mask is None, enable_gqa=k.shape[1] != q.shape[1]
+            )
         return self.wo(out.transpose(1, 2).flatten(2))
 
 

@@ -105,21 +105,37 @@ def plan_module(architecture: str) -> Any:
     )
 
 
-def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None) -> Built:
-    """Build this rank's part of the run. All ranks call it together. `prepare` is applied to each stage before weights
-    are made (tests plant faults with it)."""
-    device = mesh.device
-    dtype = DTYPES[config.train.dtype]
-    model_config = config.model_config_for(vocab_size)
-    with torch.device("meta"):
-        plain = config.architecture.model_class(model_config).to(dtype)
-    tables = plan_module(config.model.architecture)
+@dataclasses.dataclass
+class Cut:
+    """A plain model cut for a mesh: this rank's stages, still on meta."""
 
+    stages: list[Stage]
+    """this rank's stages, ascending"""
+    indices: list[int]
+    stage_ranks: list[int]
+    """stage index -> pp coordinate"""
+    layers_per_stage: list[int]
+
+
+def cut(
+    plain: Any,
+    tables: Any,
+    mesh: Mesh,
+    *,
+    seq_len: int,
+    sequence_parallel: bool,
+    split: list[int] | None = None,
+    per_rank: int = 1,
+    v_shaped: bool = False,
+) -> Cut:
+    """Cut `plain` (on meta) into pipeline stages, and this rank's stages by the tensor plan of `tables`.
+
+    `split` gives the layers of each stage; without it they are balanced by FLOPs at `seq_len`.
+    """
     # Pipeline stages.
-    per_rank, v_shaped = (config.stages_per_rank, SCHEDULES[config.pipeline.schedule][2]) if mesh.pp > 1 else (1, False)
     num_stages = mesh.pp * per_rank
-    first_cost, layer_costs, last_cost = tables.stage_costs(model_config, config.train.seq_len)
-    split = config.pipeline.split or split_layers(layer_costs, first_cost, last_cost, num_stages)
+    first_cost, layer_costs, last_cost = tables.stage_costs(plain.config, seq_len)
+    split = split or split_layers(layer_costs, first_cost, last_cost, num_stages)
     indices = stages_of_rank(mesh.coordinate("pp"), mesh.pp, per_rank, v_shaped)
     stage_ranks = [0] * num_stages
     for pp_rank in range(mesh.pp):
@@ -130,26 +146,52 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     tp_mesh = mesh.device_mesh["tp"] if mesh.tp > 1 else None
     stream, plan = None, {}
     if tp_mesh is not None:
-        stream = Shard(1) if config.mesh.sequence_parallel else Replicate()
-        plan = tables.tensor_plan(model_config, mesh.tp, config.mesh.sequence_parallel)
+        stream = Shard(1) if sequence_parallel else Replicate()
+        plan = tables.tensor_plan(plain.config, mesh.tp, sequence_parallel)
         check_plan(plain, plan)
-    if config.compile.enable:
-        separate_cache(mesh.rank)
     stages = []
     for index in indices:
         model: Any = cut_stage(plain, split, index, tables.FIRST_PARTS, tables.LAST_PARTS)
         if tp_mesh is not None:
             apply_tensor_plan(model, tp_mesh, plan)
         first, last = index == 0, index == num_stages - 1
-        stage = Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream)
+        stages.append(Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream))
+    return Cut(stages, indices, stage_ranks, split)
+
+
+def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None) -> Built:
+    """Build this rank's part of the run. All ranks call it together. `prepare` is applied to each stage before weights
+    are made (tests plant faults with it)."""
+    device = mesh.device
+    dtype = DTYPES[config.train.dtype]
+    model_config = config.model_config_for(vocab_size)
+    with torch.device("meta"):
+        plain = config.architecture.model_class(model_config).to(dtype)
+    tables = plan_module(config.model.architecture)
+
+    per_rank, v_shaped = (config.stages_per_rank, SCHEDULES[config.pipeline.schedule][2]) if mesh.pp > 1 else (1, False)
+    parts = cut(
+        plain,
+        tables,
+        mesh,
+        seq_len=config.train.seq_len,
+        sequence_parallel=config.mesh.sequence_parallel,
+        split=config.pipeline.split,
+        per_rank=per_rank,
+        v_shaped=v_shaped,
+    )
+    stages, indices, stage_ranks, split = parts.stages, parts.indices, parts.stage_ranks, parts.layers_per_stage
+    num_stages = len(stage_ranks)
+    if config.compile.enable:
+        separate_cache(mesh.rank)
+    for stage in stages:
         if prepare is not None:
             prepare(stage)
         if config.compile.enable:
             compile_stage(stage, config.compile.scope, config.activation_checkpoint.mode)
         else:
-            for block in model.layers.values():
+            for block in stage.model.layers.values():
                 apply_activation_checkpoint(block, config.activation_checkpoint.mode)
-        stages.append(stage)
 
     # Weights.
     tied = plain.tied_parameters
