@@ -110,7 +110,8 @@ class Checkpointer:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             asked, due = map(bool, flags.tolist())
         if asked:
-            self.say(f"asked to stop: finishing at step {step}, with a checkpoint")
+            by = f" by {self._stop.received}" if self._stop is not None and self._stop.received else ""
+            self.say(f"asked to stop{by}: finishing at step {step}")
         save = asked or due or self._moments.by_step(step, last)
         return Decision(save and step not in (self.saved_step, self._writing_step), asked or last)
 
@@ -210,6 +211,11 @@ class Checkpointer:
                 with contextlib.suppress(OSError):
                     files.remove_tree(writer.temporary)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {first_failure(error)}") from error
+        except RuntimeError as error:  # gloo: a rank is gone, or did not answer within WRITE_TIMEOUT
+            reason = str(error).strip().splitlines()[-1]
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written: another rank was lost meanwhile ({reason})"
+            ) from error
         if self.rank == 0:
             self._tidy("delete old checkpoints", self._retain)
 

@@ -67,9 +67,8 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: make the temporary folder, and tell its name to all."""
         files.make_folder(self.root)
-        temporary = self.root / folder.hidden_name(folder.TEMPORARY, folder.step_name(self.step))
+        self.temporary = temporary = self.root / folder.hidden_name(folder.TEMPORARY, folder.step_name(self.step))
         files.make_folder(temporary)
-        self.temporary = temporary
         return [dataclasses.replace(plan, storage_data=temporary.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

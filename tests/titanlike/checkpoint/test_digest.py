@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.titanlike.checkpoint.states import full_state, shards, whole
-from titanlike.checkpoint import Checkpointer, CheckpointConfig, CheckpointError, Shard
+from titanlike.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Shard
 from titanlike.checkpoint.digest import add, box_digest, reference_digest
 from titanlike.checkpoint.state_digest import StateDigest, shard_digests
 
