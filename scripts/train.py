@@ -7,8 +7,11 @@ from titanlike.errors import run_main
 
 
 def main() -> None:
-    """Load the config, then run it. torch is imported after the config has been found good."""
+    """Load the config and check it for the ranks that there are; what the run needs is imported after that."""
     config = cli.load(sys.argv[1:])
+    from titanlike.mesh import world_size
+
+    config.validate_for(world_size())
     from titanlike.run import train
 
     train(config)

@@ -30,7 +30,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from titanlike import architectures
 from titanlike import config_combinations as combinations
 from titanlike.checkpoint.config import CheckpointConfig
-from titanlike.config_errors import check_keys, nowhere, plain, unknown_key, validate
+from titanlike.config_errors import check_keys, check_plain_typos, nowhere, plain, unknown_key, validate
 from titanlike.config_input import from_text, read_toml, set_path
 from titanlike.config_keys import Key, entry, keys_of
 from titanlike.data.config import DataConfig, ValidationConfig
@@ -391,6 +391,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
                 return " on the command line"
         return f" in {path}" if path is not None else ""
 
+    in_tables = [f"{name}.{key}" for name, table in raw.items() if isinstance(table, dict) for key in table]
+    check_plain_typos([*in_tables, *(key for key in overrides if "." in key)], keys_of(Config), where)
     model = raw.get("model")
     architecture = overrides.get("model.architecture") or (
         model.get("architecture") if isinstance(model, dict) else None

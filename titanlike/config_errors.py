@@ -8,12 +8,12 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from titanlike.config_keys import Key, choices, entry, general, keys_of, nearest, type_name
+from titanlike.config_keys import Key, choices, entry, general, keys_of, nearest, similarity, type_name
 from titanlike.errors import UserError
 
 SectionType = TypeVar("SectionType", bound=BaseModel)
@@ -32,6 +32,22 @@ def unknown_key(path: str, keys: Mapping[str, Key], where: Where = nowhere) -> U
     if "[" in above and suggestion.startswith(f"{general(above)}."):
         suggestion = above + suggestion.removeprefix(general(above))  # name the list's element that was written
     return UserError(f"unknown key {path}{where(path)}: the nearest valid key is {suggestion}")
+
+
+def check_plain_typos(paths: Iterable[str], keys: Mapping[str, Key], where: Where = nowhere) -> None:
+    """Raise `UserError` for the first path that is surely a typing mistake of a key in its own section.
+
+    `keys` are those that need no model to be imported, and torch with it: so the commonest mistake is told at once.
+    What is not plain is left to `check_keys`, with all keys.
+    """
+    for path in paths:
+        section, _, leaf = path.rpartition(".")
+        bare = re.fullmatch(r"[\w.-]+", path) is not None
+        if not bare or section == "model" or path.startswith("model.") or entry(path, keys) is not None:
+            continue
+        beside = [name for name in keys if name.rpartition(".")[0] == section]
+        if beside and similarity(leaf, nearest(path, beside).rpartition(".")[2]) >= 0.8:
+            raise unknown_key(path, {name: keys[name] for name in beside}, where)
 
 
 def check_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], where: Where = nowhere) -> None:

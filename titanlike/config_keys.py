@@ -95,15 +95,15 @@ def nearest(path: str, candidates: Iterable[str]) -> str:
         other_section, _, other_leaf = candidate.rpartition(".")
         if not section:
             # Only a name was given: prefer a top-level name, then a key of that name anywhere.
-            return _similarity(leaf, other_leaf) - (0.01 if other_section else 0.0)
+            return similarity(leaf, other_leaf) - (0.01 if other_section else 0.0)
         # What is exactly right, the name more than the section, is hardly ever the part that was mistyped.
         exact = 0.3 * (leaf == other_leaf) + 0.1 * (section == other_section)
-        return 0.7 * _similarity(leaf, other_leaf) + 0.3 * _similarity(section, other_section) + exact
+        return 0.7 * similarity(leaf, other_leaf) + 0.3 * similarity(section, other_section) + exact
 
     return max(candidates, key=score)
 
 
-def _similarity(a: str, b: str) -> float:
+def similarity(a: str, b: str) -> float:
     """Between 0 and 1. The order of the letters counts half, the letters themselves half: a swap stays close."""
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
     return (matcher.ratio() + matcher.quick_ratio()) / 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -61,7 +61,11 @@ class Trainer:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        """Take one optimizer step on this dp coordinate's rows of a global batch (titanlike.data.Batch)."""
+        """Take one optimizer step on this dp coordinate's rows of a global batch (titanlike.data.Batch).
+
+        If the loss or the gradient norm is not finite, the state is not to be kept: the caller has to look. On CPU the
+        update is then left out, and weights, moments and step_count stay as they were.
+        """
         with self.timers.phase("forward_backward"):
             loss_sum = self.forward_backward(batch)
         with self.timers.phase("grad_reduce"):
@@ -76,12 +80,16 @@ class Trainer:
         limit = self.config.train.max_grad_norm
         if limit > 0:
             factor = factor * (limit / (grad_norm + 1e-6)).clamp(max=1)
+        result = StepResult(totals[0] / count, grad_norm, lr, totals[1])
+        # On an accelerator the look would make the host wait for the whole backward before it can queue the update.
+        if self.mesh.device.type == "cpu" and not totals.isfinite().all():
+            return result
         with self.timers.phase("optimizer"):
             self.zero.step(factor, lr)
         with self.timers.phase("param_gather"):
             self.zero.gather()
         self.step_count = step
-        return StepResult(totals[0] / count, grad_norm, lr, totals[1])
+        return result
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run all microbatches. Returns the sum of this rank's token losses, 0 on ranks without the last stage."""
@@ -130,7 +138,7 @@ class Trainer:
         """(mean token loss in nats, valid labels) over batches that every dp coordinate has the same number of."""
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         count = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        with self._loss_context():
+        with self._loss_context(), self._eval_mode():
             for batch in batches:
                 loss += self._forward(batch)
                 count += (batch.labels != IGNORE).sum()
@@ -180,7 +188,8 @@ class Trainer:
                 found.append(stage.model.head(out[:, index : index + 1])[:, 0])
             return None
 
-        self._run_forward(run, 1, tokens.shape[1])
+        with self._eval_mode():
+            self._run_forward(run, 1, tokens.shape[1])
         if self.mesh.pp == 1:
             return found[0]
         vocab = self.built.plain.config.vocab_size
@@ -220,6 +229,17 @@ class Trainer:
     def _microbatch(self, inputs: dict[str, Tensor], index: int) -> dict[str, Tensor]:
         rows = self.config.train.microbatch_size
         return {k: v[index * rows : (index + 1) * rows] for k, v in inputs.items()}
+
+    @contextlib.contextmanager
+    def _eval_mode(self) -> Generator[None]:
+        """Without dropout and the like, then back to training."""
+        for stage in self.built.stages:
+            stage.eval()
+        try:
+            yield
+        finally:
+            for stage in self.built.stages:
+                stage.train()
 
     def _loss_context(self) -> contextlib.AbstractContextManager[Any]:
         if self.mesh.tp == 1:
