@@ -14,6 +14,7 @@ they are built (torch/distributed/pipelining/schedules.py, 2.13.0; a test compar
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from titanlike.errors import UserError
@@ -105,6 +106,21 @@ def _check_compile(config: Config) -> None:
         )
 
 
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the installed torch."""
+    major, minor = metadata.version("torch").split(".")[:2]
+    return int(major), int(minor)
+
+
+def on_cpu(config: Config) -> bool:
+    """Whether the ranks of the run compute on CPU."""
+    if config.run.device == "auto":
+        import torch
+
+        return not torch.cuda.is_available()
+    return config.run.device == "cpu"
+
+
 def _check_pipeline(config: Config, microbatches: int) -> None:
     pipeline, pp = config.pipeline, config.mesh.pp
     schedule, per_rank, n_stages = pipeline.schedule, config.stages_per_rank, config.n_stages
@@ -118,6 +134,11 @@ def _check_pipeline(config: Config, microbatches: int) -> None:
         raise UserError(
             f'pipeline.schedule = "{schedule}" cannot run with compile.enable = true, because torch cannot split the '
             'backward of a compiled stage: use "1f1b", "interleaved_1f1b" or "afab", or do not compile'
+        )
+    if schedule in ("zbv", "dualpipev") and torch_version() < (2, 13) and on_cpu(config):
+        raise UserError(
+            f'pipeline.schedule = "{schedule}" needs torch 2.13 or newer on CPU ranks, where older ones cannot send '
+            "between two stages of one rank"
         )
     n_layers = getattr(config.model, "n_layers", n_stages)
     stages = f"mesh.pp ({pp}) * {per_rank} stage(s) per rank = {n_stages} stages"
