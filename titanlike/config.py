@@ -255,8 +255,8 @@ class CompileConfig(Section):
     """Compile the model. A graph break is an error."""
 
     scope: Literal["stage", "block"] = "stage"
-    """stage: one graph for all that a pipeline stage computes. block: one graph that all blocks share, so that the time to
-    compile does not grow with the depth."""
+    """stage: one graph for all that a pipeline stage computes. block: one graph that all blocks share, so that the time
+    to compile does not grow with the depth."""
 
 
 class ActivationCheckpointConfig(Section):

@@ -3,7 +3,7 @@
 | what happened | on stderr | exit code |
 |---|---|---|
 | a mistake of the user, also a run that diverged (`UserError`) | one sentence | 2 |
-| another rank died or left, so that this one lost its connection | one sentence, unless the launcher ends it first | 1 |
+| another rank is gone, so that this one lost its connection | one sentence, unless the launcher ends it first | 1 |
 | interrupted from the keyboard | one word | 130 |
 | anything else is a bug | the traceback | 1 |
 """

@@ -1,14 +1,23 @@
 """A training run from its config to its last checkpoint: the walk that scripts/train.py takes.
 
-config -> mesh -> model, cut and materialised (build.py) -> data -> newest good checkpoint -> loop(step, log, save) ->
+config -> data -> mesh -> model, cut and materialised (build.py) -> newest good checkpoint -> loop(step, log, save) ->
 end.
+
+Properties:
+- What a run computes is a function of the config and of the state in its checkpoint. No generator's state is saved:
+  each step seeds it anew.
+- What one rank finds wrong ends all of them: an error of the user before the process group, or raised on all ranks
+  alike where they meet; any other by the lost connection.
+- A step whose loss or gradient norm is not finite ends the run, and no checkpoint is saved after it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
+import tempfile
 from typing import Any
 
 import torch
@@ -16,10 +25,11 @@ import torch.distributed as dist
 
 from parallelize.pipeline import bubble_fraction
 from titanlike import __version__
-from titanlike.checkpoint import Checkpointer, Shard, StopSignal
+from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
+from titanlike.checkpoint.loading import together
 from titanlike.config import Config, write_resolved
 from titanlike.data import open_data
-from titanlike.errors import UserError
+from titanlike.errors import NonFinite, UserError, file_errors
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
 from titanlike.metrics import Metrics
 from titanlike.metrics.flops import (
@@ -39,35 +49,48 @@ from titanlike.trainer import Trainer
 SAMPLE_TOKENS = 200
 
 
-class NonFinite(RuntimeError):
-    """The loss or the gradient norm of a step is infinite or not a number."""
-
-
 def train(config: Config) -> None:
     """Run the training that `config` describes, on all ranks that the launcher started.
 
-    Raises UserError for what the user can mend, before a process group exists where it can be seen by then.
+    Uses the default process group if there is one, and makes it otherwise. Raises UserError for what the user can mend,
+    before a process group exists where it can be seen by then; NonFinite, which is one, on all ranks if the run
+    diverges.
     """
     world = world_size()
     config.validate_for(world)
     dp = config.resolved_dp(world)
+    check_run_dir(config)
     rank = int(os.environ.get("RANK", "0"))
     data = open_data(config, rank // config.mesh.tp % dp, dp)
     config.model_config_for(data.tokenizer.vocab_size)  # its errors belong before the process group too
     device = pick_device(config.run.device)
 
     stop = StopSignal().install()
-    init_distributed(device)
-    mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
-    trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
-    with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
-        if mesh.is_main:
-            write_resolved(config, config.run_dir / "config.toml")
-        metrics.tables(tables(config, trainer, data))
-        checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
-        Run(config, trainer, data, metrics, checkpointer).loop()
-        checkpointer.close()
-    stop.restore()
+    try:
+        init_distributed(device)
+        mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
+        trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
+        with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
+            metrics.tables(tables(config, trainer, data))
+            checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
+            Run(config, trainer, data, metrics, checkpointer).loop()
+            checkpointer.close()
+    finally:
+        stop.restore()  # from here on a signal ends the process, also one that waits to print its error
+
+
+def check_run_dir(config: Config) -> None:
+    """Make the run folder, and see that it can be written to and that nothing in it is in the way. Raises UserError."""
+    folder = config.run_dir
+    with file_errors(f"the run folder {folder} (run.dir/run.name)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    for name in ("checkpoints", "tensorboard"):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(
+                f"{folder / name} must be a folder, and is a file: move it away, or choose another run.name"
+            )
 
 
 class Run:
@@ -94,8 +117,14 @@ class Run:
         """Resume if there is something to resume, then take steps until the last one or until asked to stop."""
         config, trainer, metrics = self.config, self.trainer, self.metrics
         trainer.timers = self.timers
-        self.resume()
+        self.start()
         steps = config.train.steps
+        if trainer.step_count >= steps:
+            metrics.message(
+                f"nothing to do: the run is at step {trainer.step_count} and train.steps is {steps}; a larger "
+                "train.steps continues it"
+            )
+            return
         if trainer.step_count == 0 and self.checkpointer.decide(0).save:
             self.save()
         batches = self.data.train_batches(self.cursor)
@@ -116,11 +145,8 @@ class Run:
             }
             values |= {f"lr/{n}": result.lr * group.lr_scale for n, group in enumerate(config.optimizer.groups)}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-                metrics.log(step, values)
-                raise NonFinite(
-                    f"step {step}: loss {values['loss']}, grad_norm {values['grad_norm']}; nothing was saved after the "
-                    f"last checkpoint, lower optimizer.lr or start again from an earlier checkpoint.load_step"
-                )
+                self.log(step, values)
+                self.diverged(step, values)
             if self.validation_is_due(step):
                 values |= self.validate()
             values |= memory_over_ranks(self.mesh.device, None if dist.get_world_size() == 1 else dist.group.WORLD)
@@ -128,7 +154,10 @@ class Run:
             values |= times | self.throughput.values(times.get("step_time_s", 0.0))
             # Logged before it is saved: a run that dies in between logs the step again, rather than never. So the time
             # of a save is part of the next step's.
-            metrics.log(step, values)
+            self.log(step, values)
+            interval = config.checkpoint.digest_interval
+            if interval > 0 and step % interval == 0:
+                self.log_digest(step)
             decision = self.checkpointer.decide(step, last=step == steps)
             if decision.save:
                 with self.timers.phase("checkpoint"):
@@ -142,7 +171,28 @@ class Run:
         """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
         needs no saved generator state. tp ranks draw alike, for they hold parts of the same activations."""
         place = self.mesh.coordinate("pp") * self.mesh.dp + self.mesh.coordinate("dp")
-        torch.manual_seed(((self.config.run.seed * 1_000_003 + step) * 1_000_003 + place) % 2**63)
+        digest = hashlib.sha256(f"step/{self.config.run.seed}/{step}/{place}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        with file_errors(f"the metrics of step {step}"):
+            self.metrics.log(step, values)
+
+    def log_digest(self, step: int) -> None:
+        """Say the digest of the whole training state after `step`: equal digests are equal states, on any mesh."""
+        digest = self.checkpointer.digest(self.tensors())
+        self.metrics.event("digest", step, digest=digest)
+        self.metrics.message(f"digest of the state after step {step}: {digest}")
+
+    def diverged(self, step: int, values: dict[str, float]) -> None:
+        """End the run: all ranks come here together, for the numbers are global. Nothing of this step is saved."""
+        self.checkpointer.wait()  # the one that is being written is of a good step
+        last = self.checkpointer.saved_step
+        kept = "no checkpoint was saved yet" if last is None else f"the last checkpoint is of step {last}, before it"
+        raise NonFinite(
+            f"step {step} has loss {values['loss']} and grad_norm {values['grad_norm']}, so the run was ended; {kept}: "
+            "lower optimizer.lr, or resume from an earlier step by checkpoint.load_step"
+        )
 
     def validation_is_due(self, step: int) -> bool:
         """Every `validation.interval` steps and after the last one."""
@@ -166,8 +216,6 @@ class Run:
     def finish(self) -> None:
         """What is said at the end: validation loss beside its yardstick, and a few lines of text."""
         if self.data.validation:
-            if math.isinf(self.last_val_loss):  # a resume of a finished run
-                self.validate()
             yardsticks = [f"{name} {held_out.unigram_entropy():.4f}" for name, held_out in self.data.validation.items()]
             self.metrics.message(
                 f"validation loss: last {self.last_val_loss:.4f}, best {self.best_val_loss:.4f} nats/token; "
@@ -185,44 +233,102 @@ class Run:
         """Every tensor of the training state, as this rank's boxes of the plain model's tensors."""
         return {name: Shard(*box) for name, box in self.trainer.zero.boxes().items()}
 
-    def save(self) -> float:
-        """Save a checkpoint of the state after the last step. Returns for how many seconds it held up the training."""
-        meta = {
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, as JSON; the same on all ranks."""
+        return {
             "step": self.trainer.step_count,
             "tokens": self.tokens,
             "data": self.cursor,
             "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
             "tokenizer": self.data.tokenizer.fingerprint,
-            "mesh": {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp},
+            "mesh": self.degrees(),
             "config": self.config.model_dump(mode="json"),
             "model": dataclasses.asdict(self.trainer.built.plain.config),
             "titanlike": __version__,
             "torch": torch.__version__,
         }
-        return self.checkpointer.save(self.trainer.step_count, self.tensors(), meta)
 
-    def resume(self) -> None:
-        """Load the newest good checkpoint of the run folder, if it has one."""
+    def degrees(self) -> dict[str, int]:
+        return {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
+
+    def save(self) -> None:
+        """Save a checkpoint of the state after the last step."""
+        step = self.trainer.step_count
+        stall = self.checkpointer.save(step, self.tensors(), self.meta())
+        self.metrics.event("checkpoint", step, checkpoint_stall_s=stall)
+
+    def start(self) -> None:
+        """Bring the state to where the run begins: the newest good checkpoint of its folder, or the initial weights."""
         loaded = self.checkpointer.load(self.tensors())
-        if loaded is not None:
-            meta = loaded.meta
-            if meta["tokenizer"] != self.data.tokenizer.fingerprint:
-                raise UserError(
-                    f"the checkpoint {loaded.folder} was trained with another tokenizer than data.tokenizer = "
-                    f"{self.config.data.tokenizer!r}: use the one it was trained with, or another run.name"
-                )
-            self.trainer.step_count = loaded.step
-            self.trainer.zero.set_step_count(loaded.step)
-            self.trainer.zero.gather()
-            self.cursor = meta["data"]
-            self.tokens = meta["tokens"]
-            self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
-            self.metrics.message(loaded.summary)
-        self.metrics.resume_from(
-            self.trainer.step_count,
-            mesh={"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp},
-            world_size=dist.get_world_size(),
-        )
+        changes = [] if loaded is None else self.resume(loaded)
+        self.checkpointer.prepare(self.tensors())
+
+        def write() -> None:
+            if self.mesh.is_main:
+                with file_errors("the run folder"):
+                    write_resolved(self.config, self.config.run_dir / "config.toml")
+                    self.metrics.resume_from(
+                        self.trainer.step_count,
+                        mesh=self.degrees(),
+                        world_size=dist.get_world_size(),
+                        **({"changes": changes} if changes else {}),
+                    )
+
+        together(write, dist.group.WORLD)  # rank 0 writes, and its error should be everyone's
+
+    def resume(self, loaded: Loaded) -> list[str]:
+        """Go on from a checkpoint whose tensors are loaded. Returns what has changed in the config since it."""
+        meta, run_dir = loaded.meta, self.config.run_dir
+        if meta["tokenizer"] != self.data.tokenizer.fingerprint:
+            raise UserError(
+                f"the checkpoint {loaded.folder} was trained with another tokenizer than data.tokenizer = "
+                f'"{self.config.data.tokenizer}": use the one it was trained with, or another run.name'
+            )
+        data_changes = self.data.check_cursor(meta["data"])
+        self.trainer.step_count = loaded.step
+        self.trainer.zero.set_step_count(loaded.step)
+        self.trainer.zero.gather()
+        self.cursor = meta["data"]
+        self.tokens = meta["tokens"]
+        self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
+        self.metrics.message(loaded.summary)
+        changes = changed_keys(meta["config"], self.config.model_dump(mode="json"))
+        if meta["mesh"] != self.degrees():
+            changes.append(f"mesh {spelled(meta['mesh'])} -> {spelled(self.degrees())}")
+        if changes:
+            self.metrics.message(f"changed since that checkpoint: {', '.join(changes)}")
+        for sentence in data_changes:
+            self.metrics.message(sentence)
+        if self.config.checkpoint.init_from is not None:
+            self.metrics.message(
+                f"checkpoint.init_from = {self.config.checkpoint.init_from} was not used, because {run_dir} has a "
+                "checkpoint to resume from: a new run.name starts from those weights"
+            )
+        return changes
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The keys of two configs (as JSON) that differ, "train.steps 10 -> 20", but for those that change nothing in the
+    run itself: where it lives, what it writes, and the mesh, which is told by its degrees."""
+    old, new = flattened(before), flattened(now)
+    aside = ("run.dir", "run.name", "checkpoint.", "metrics.", "mesh.pp", "mesh.dp", "mesh.tp")
+    return [
+        f"{key} {old.get(key)} -> {new.get(key)}"
+        for key in [*new, *(key for key in old if key not in new)]
+        if old.get(key) != new.get(key) and not key.startswith(aside)
+    ]
+
+
+def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables by dotted path."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def spelled(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
 
 
 # -- what is shown before the first step -----------------------------------------------------------------------------
