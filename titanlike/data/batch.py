@@ -19,6 +19,8 @@ class Row(NamedTuple):
 
     tokens: np.ndarray
     """at most seq_len + 1 ids: inputs are all but the last, labels all but the first"""
+    starts: np.ndarray | None
+    """where in `tokens` documents start, but for the one that is there at 0; None if nobody asks"""
     sample_id: str
 
 
@@ -47,14 +49,37 @@ class Batch:
         return self
 
 
-def collate(rows: Sequence[Row | None], seq_len: int, cursor: dict[str, Any]) -> Batch:
-    """A batch of rows, padded at their ends. None is a row without labels."""
-    tokens = np.zeros((len(rows), seq_len), dtype=np.int64)
-    labels = np.full((len(rows), seq_len), IGNORE, dtype=np.int64)
+def collate(rows: Sequence[Row | None], seq_len: int, cursor: dict[str, Any], document_mask: bool) -> Batch:
+    """A batch of rows, padded at their ends. None is a row without labels.
+
+    With `document_mask`, positions count from the start of each document, the token that starts a document is not a
+    label, and what is padded is a document of its own.
+    """
+    shape = (len(rows), seq_len)
+    tokens, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+    positions = document_ids = None
+    if document_mask:
+        positions = np.broadcast_to(np.arange(seq_len), shape).copy()
+        document_ids = np.zeros(shape, dtype=np.int32)
     for i, row in enumerate(rows):
-        if row is not None:
-            n = len(row.tokens) - 1
-            tokens[i, :n] = row.tokens[:-1]
-            labels[i, :n] = row.tokens[1:]
+        if row is None:
+            continue
+        n = len(row.tokens) - 1
+        tokens[i, :n] = row.tokens[:-1]
+        labels[i, :n] = row.tokens[1:]
+        if document_mask:
+            assert row.starts is not None and positions is not None and document_ids is not None
+            labels[i, row.starts - 1] = IGNORE
+            for start in [*row.starts.tolist(), n]:
+                if start < seq_len:
+                    document_ids[i, start:] += 1
+                    positions[i, start:] = np.arange(seq_len - start)
     names = [row.sample_id for row in rows if row is not None]
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), None, None, names, cursor)
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        None if positions is None else torch.from_numpy(positions),
+        None if document_ids is None else torch.from_numpy(document_ids),
+        names,
+        cursor,
+    )

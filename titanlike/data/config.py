@@ -72,7 +72,7 @@ class StageConfig(Section):
     start_step: int = Field(ge=1)
     """The first optimizer step of the stage; steps count from 1."""
 
-    weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    mixture: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Weight of each source by name; a source that is not named is not read. Not given: the sources' own weights."""
 
     seq_len: int | None = Field(None, ge=1)
@@ -93,6 +93,13 @@ class DataConfig(SourceConfig):
     """Go on from a checkpoint although the data differs from what it was trained on. Unchanged sources keep their
     positions."""
 
+    packing: Literal["concat", "best_fit"] = "concat"
+    """concat: documents one after the other, cut every seq_len tokens. best_fit: whole documents, as many as a row
+    takes (arXiv:2404.10830); only one that is longer than seq_len is cut, and rows are padded."""
+
+    document_mask: bool = False
+    """Attention stays within a document, positions count from its start, and its first token is no label."""
+
     tokenizer: str = Field("bytes", min_length=1)
     """bytes: one id per byte, no files. Or the path of a Hugging Face tokenizer.json, or of a folder that has one."""
 
@@ -106,7 +113,7 @@ class DataConfig(SourceConfig):
     """Batches that each worker reads ahead."""
 
     @property
-    def mixture(self) -> list[MixtureSource]:
+    def all_sources(self) -> list[MixtureSource]:
         """The sources; a single one has the name of its kind."""
         if self.sources:
             return self.sources
@@ -118,10 +125,12 @@ class DataConfig(SourceConfig):
         for name in SourceConfig.model_fields if self.sources else ():
             if getattr(self, name) != SourceConfig.model_fields[name].default:
                 raise ValueError(f"{name} has no effect beside a list of sources: put it into one of them")
-        names = [source.name for source in self.mixture]
+        names = [source.name for source in self.all_sources]
         if len(set(names)) < len(names):
             raise ValueError(f"two sources have the same name; the names are {', '.join(names)}")
-        if sum(source.weight for source in self.mixture) == 0 and not (self.stages and self.stages[0].start_step == 1):
+        if sum(source.weight for source in self.all_sources) == 0 and not (
+            self.stages and self.stages[0].start_step == 1
+        ):
             raise ValueError("the weights of the sources sum to 0: give at least one of them a weight")
         before = 0
         for i, stage in enumerate(self.stages):
@@ -130,15 +139,15 @@ class DataConfig(SourceConfig):
                     f"stages[{i}].start_step ({stage.start_step}) must be more than that of the one before"
                 )
             before = stage.start_step
-            if stage.weights is None and stage.seq_len is None:
-                raise ValueError(f"stages[{i}] changes nothing: give it weights or a seq_len")
-            unknown = [name for name in stage.weights or () if name not in names]
+            if stage.mixture is None and stage.seq_len is None:
+                raise ValueError(f"stages[{i}] changes nothing: give it a mixture or a seq_len")
+            unknown = [name for name in stage.mixture or () if name not in names]
             if unknown:
-                raise ValueError(f"stages[{i}].weights names {unknown[0]}, and the sources are {', '.join(names)}")
-            if stage.weights is not None and sum(stage.weights.values()) == 0:
-                raise ValueError(f"stages[{i}].weights sum to 0: give at least one source a weight")
-            if stage.weights is None and sum(source.weight for source in self.mixture) == 0:
-                raise ValueError(f"stages[{i}] has no weights, and those of the sources sum to 0")
+                raise ValueError(f"stages[{i}].mixture names {unknown[0]}, and the sources are {', '.join(names)}")
+            if stage.mixture is not None and sum(stage.mixture.values()) == 0:
+                raise ValueError(f"stages[{i}].mixture sums to 0: give at least one source a weight")
+            if stage.mixture is None and sum(source.weight for source in self.all_sources) == 0:
+                raise ValueError(f"stages[{i}] has no mixture, and the weights of the sources sum to 0")
         return self
 
     @model_validator(mode="after")

@@ -21,12 +21,13 @@ from titanlike.errors import UserError
 class Reader:
     """The map-style dataset that workers have: from an item of the order to a batch."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, document_mask: bool) -> None:
         self._orders = orders
+        self._document_mask = document_mask
 
     def __getitem__(self, item: Item) -> Batch | UserError:
         try:
-            return collate(self._rows(item), item.seq_len, item.cursor)
+            return collate(self._rows(item), item.seq_len, item.cursor, self._document_mask)
         except UserError as error:
             return error  # raised by the rank: an exception that crosses processes becomes a traceback in a string
 

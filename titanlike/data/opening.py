@@ -10,8 +10,9 @@ import torch
 from titanlike.data.batch import Batch
 from titanlike.data.loader import Reader, load
 from titanlike.data.order import GlobalOrder
+from titanlike.data.packing import BestFitRows
 from titanlike.data.plan import Plan, make_stages
-from titanlike.data.rows import ConcatRows, RowOrder
+from titanlike.data.rows import ConcatRows
 from titanlike.data.sources import Source, open_source
 from titanlike.data.store import View, split, whole
 from titanlike.data.validation import ValidationSet
@@ -38,16 +39,16 @@ class Data:
         stages = make_stages(data, config.train.seq_len)
         self._check_lengths(stages)
         self._sources: dict[str, Source] = {}
-        self._orders: dict[tuple[str, int], RowOrder] = {}
+        self._orders: dict[tuple[str, int], ConcatRows | BestFitRows] = {}
         self.validation: dict[str, ValidationSet] = {}
         """held-out sets by name: that of each source, then those of `[validation]`"""
-        for source in data.mixture:
+        for source in data.all_sources:
             name = source.name
             self._sources[name] = open_source(source, self.tokenizer, data.tokenizer)
             training, held_out = split(self._sources[name].store, data.validation_fraction, seed)
             for stage in stages:
                 if name in stage.weights:
-                    self._orders[name, stage.seq_len] = ConcatRows(training, stage.seq_len, name, seed)
+                    self._orders[name, stage.seq_len] = self._rows(training, stage.seq_len, name)
             if held_out is not None:
                 self._add_validation(name, held_out)
         for source in config.validation.sets:
@@ -61,6 +62,7 @@ class Data:
             "run.seed": seed,
             "data.tokenizer": self.tokenizer.fingerprint,
             "data.validation_fraction": data.validation_fraction,
+            "data.packing": data.packing,
         }
         self._plan = Plan(stages, {name: source.fingerprint for name, source in self._sources.items()}, settings)
 
@@ -75,14 +77,19 @@ class Data:
             if longest is not None and stage.seq_len > longest:
                 raise UserError(f"{where} is longer than model.max_seq_len ({longest})")
 
+    def _rows(self, view: View, seq_len: int, name: str) -> ConcatRows | BestFitRows:
+        data, seed = self._config.data, self._config.run.seed
+        if data.packing == "best_fit":
+            return BestFitRows(view, seq_len, name, seed)
+        return ConcatRows(view, seq_len, name, seed, find_starts=data.document_mask)
+
     def _add_validation(self, name: str, view: View) -> None:
-        seq_len, seed = self._config.train.seq_len, self._config.run.seed
+        seq_len = self._config.train.seq_len
         self.validation[name] = ValidationSet(
-            ConcatRows(view, seq_len, name, seed),
-            name,
+            self._rows(view, seq_len, name),
             seq_len=seq_len,
             samples=self._config.validation.samples,
-            seed=seed,
+            document_mask=self._config.data.document_mask,
             dp_coordinate=self._dp_coordinate,
             dp=self._dp,
         )
@@ -112,7 +119,8 @@ class Data:
         )
         data = self._config.data
         pin_memory = self._config.run.device != "cpu" and torch.accelerator.is_available()
-        return load(order, Reader(self._orders), workers=data.workers, prefetch=data.prefetch, pin_memory=pin_memory)
+        reader = Reader(self._orders, data.document_mask)
+        return load(order, reader, workers=data.workers, prefetch=data.prefetch, pin_memory=pin_memory)
 
     def passes(self, cursor: dict[str, Any]) -> dict[str, float]:
         """How many times each source has been read at `cursor`, by name; 1.5 is one and a half times."""
@@ -133,9 +141,11 @@ class Data:
             samples = max(0, until - stage.start_step + 1) * train.global_batch_size
             shares = []
             for name, weight in stage.weights.items():
-                passes = samples * weight / total / self._orders[name, stage.seq_len].rows_per_pass
+                order = self._orders[name, stage.seq_len]
+                passes = samples * weight / total / order.rows_per_pass
                 share = f"{100 * weight / total:.3g}% " if len(stage.weights) > 1 else ""
-                shares.append(f"{share}{name} ({passes:.3g} passes)")
+                padding = f", {100 * order.padding:.2g}% padding" if isinstance(order, BestFitRows) else ""
+                shares.append(f"{share}{name} ({passes:.3g} passes{padding})")
             tokens = train.global_batch_size * stage.seq_len
             batch = f"{train.global_batch_size} x {stage.seq_len} = {tokens:,} tokens a step"
             table.append((f"steps {stage.start_step:,} to {until:,}", f"{', '.join(shares)}; {batch}"))

@@ -27,13 +27,13 @@ class Stage:
 
 def make_stages(data: DataConfig, seq_len: int) -> list[Stage]:
     """The stages of a run, the first from step 1."""
-    own = {source.name: source.weight for source in data.mixture}
+    own = {source.name: source.weight for source in data.all_sources}
 
     def stage(start_step: int, weights: Mapping[str, float], length: int) -> Stage:
         positive = {name: weights[name] for name in own if weights.get(name, 0) > 0}
         return Stage(start_step, length, integer_weights(positive))
 
-    stages = [stage(s.start_step, own if s.weights is None else s.weights, s.seq_len or seq_len) for s in data.stages]
+    stages = [stage(s.start_step, own if s.mixture is None else s.mixture, s.seq_len or seq_len) for s in data.stages]
     if not stages or stages[0].start_step > 1:
         stages.insert(0, stage(1, own, seq_len))
     return stages

@@ -50,19 +50,21 @@ class ConcatRows:
     """The documents as one text, cut every `seq_len` tokens. Row i has the tokens [i * seq_len, (i + 1) * seq_len], so
     that every token but the very first is a label exactly once; the last row may be shorter."""
 
-    def __init__(self, view: View, seq_len: int, name: str, seed: int) -> None:
+    def __init__(self, view: View, seq_len: int, name: str, seed: int, *, find_starts: bool) -> None:
+        """`find_starts`: rows shall say where documents start in them."""
         self.n_rows = -(-(view.n_tokens - 1) // seq_len)
         self._view = view
         self._seq_len = seq_len
         self._name = name
         self._seed = seed
+        self._find_starts = find_starts
 
     def begin(self) -> Position:
         return self._position(0)
 
     def carry(self, position: Position) -> Position:
         """Of rows that were cut in another way, the same share of the pass is taken as read, rounded up to a row."""
-        index = -(-position["index"] * self.n_rows // position["of"])
+        index = -(-(position["index"] + (position.get("row", 0) > 0)) * self.n_rows // position["of"])
         return self._position(position["epoch"] * self.n_rows + index)
 
     def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
@@ -78,16 +80,17 @@ class ConcatRows:
             key = key_of("order", self._seed, self._name, int(epoch))
             chosen = epochs == epoch
             numbers[chosen] = permute(numbers[chosen], self.n_rows, key)
-        return [self.row(number, f"{self._name}:{epoch}:{number}") for epoch, number in zip(epochs, numbers.tolist())]
+        return [self._row(number, f"{self._name}:{epoch}:{number}") for epoch, number in zip(epochs, numbers.tolist())]
 
     @property
     def rows_per_pass(self) -> float:
         return self.n_rows
 
-    def row(self, number: int, sample_id: str) -> Row:
-        """Row `number` in the order of the text."""
+    def _row(self, number: int, sample_id: str) -> Row:
         start = number * self._seq_len
-        return Row(self._view.read(start, min(start + self._seq_len + 1, self._view.n_tokens)), sample_id)
+        stop = min(start + self._seq_len + 1, self._view.n_tokens)
+        starts = self._view.starts_in(start, stop) - start if self._find_starts else None
+        return Row(self._view.read(start, stop), starts, sample_id)
 
     def _position(self, rows: int) -> Position:
         epoch, index = divmod(rows, self.n_rows)

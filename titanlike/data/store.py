@@ -114,13 +114,19 @@ class TokenStore:
 
 
 class View:
-    """A part of a store: ascending ranges of its positions, seen as if they were one. Each range starts a document."""
+    """A part of a store: ascending ranges of its positions, seen as if they were one. Each range is a run of documents,
+    of which the first may lack its beginning and the last its end."""
 
-    def __init__(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> None:
+    def __init__(
+        self, store: TokenStore, starts: np.ndarray, stops: np.ndarray, first: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Range i has the positions [starts[i], stops[i]), and `counts[i]` documents from document `first[i]` on."""
         self.store = store
-        self._starts = np.asarray(starts, dtype=np.int64)
-        self._first = np.concatenate(([0], np.cumsum(np.asarray(stops, dtype=np.int64) - self._starts)))
-        self.n_tokens = int(self._first[-1])
+        self._starts, self._stops, self._first = (np.asarray(a, dtype=np.int64) for a in (starts, stops, first))
+        self._position = np.concatenate(([0], np.cumsum(self._stops - self._starts)))
+        self._document = np.concatenate(([0], np.cumsum(np.asarray(counts, dtype=np.int64))))
+        self.n_tokens = int(self._position[-1])
+        self.n_documents = int(self._document[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens at the view's positions [start, stop)."""
@@ -136,19 +142,26 @@ class View:
             parts.append(self.store.starts_in(low, high) - low + position)
         return np.concatenate(parts)
 
+    def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The view's positions [start, stop) of each of the view's `documents` (any order), two int64 arrays."""
+        i = np.searchsorted(self._document, documents, side="right") - 1
+        start, stop = self.store.spans(self._first[i] + documents - self._document[i])
+        shift = self._position[i] - self._starts[i]
+        return np.maximum(start, self._starts[i]) + shift, np.minimum(stop, self._stops[i]) + shift
+
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(start, stop) in the store and the position in the view of each range that [start, stop) touches."""
-        i = int(np.searchsorted(self._first, start, side="right")) - 1
+        i = int(np.searchsorted(self._position, start, side="right")) - 1
         while start < stop:
-            end = min(stop, int(self._first[i + 1]))
-            low = int(self._starts[i]) + start - int(self._first[i])
+            end = min(stop, int(self._position[i + 1]))
+            low = int(self._starts[i]) + start - int(self._position[i])
             yield low, low + end - start, start
             start, i = end, i + 1
 
 
 def whole(store: TokenStore) -> View:
     """All of a store."""
-    return View(store, np.array([0]), np.array([store.n_tokens]))
+    return View(store, np.array([0]), np.array([store.n_tokens]), np.array([0]), np.array([store.n_documents]))
 
 
 def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | None]:
@@ -158,21 +171,31 @@ def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | N
     held-out part is the end of the longest one, that share of all tokens but at most half of it: a store of a single
     file has one document.
     """
+    n = store.n_documents
     if fraction == 0:
         return whole(store), None
-    count = min(round(store.n_documents * fraction), store.n_documents - 1)
-    if count == 0 or store.n_documents * fraction < 1:
-        start, stop = store.spans(np.arange(store.n_documents))
-        longest = int(np.argmax(stop - start))
-        length = int(stop[longest] - start[longest])
-        held = min(max(2, round(store.n_tokens * fraction)), length // 2)
-        if held < 2:
-            return whole(store), None
-        begin, end = np.array([stop[longest] - held]), np.array([stop[longest]])
-    else:
-        chosen = permute(np.arange(count), store.n_documents, key_of("validation", seed))
-        begin, end = store.spans(np.sort(chosen))
+    count = min(round(n * fraction), n - 1)
+    if count == 0 or n * fraction < 1:
+        return _split_document(store, fraction)
+    chosen = np.sort(permute(np.arange(count), n, key_of("validation", seed)))
+    start, stop = store.spans(chosen)
     # What is left: from the end of each held-out document to the start of the next.
-    left_start, left_stop = np.concatenate(([0], end)), np.concatenate((begin, [store.n_tokens]))
-    filled = left_stop > left_start
-    return View(store, left_start[filled], left_stop[filled]), View(store, begin, end)
+    left_start, left_stop = np.concatenate(([0], stop)), np.concatenate((start, [store.n_tokens]))
+    first, end = np.concatenate(([0], chosen + 1)), np.concatenate((chosen, [n]))
+    filled = end > first
+    left = View(store, left_start[filled], left_stop[filled], first[filled], (end - first)[filled])
+    return left, View(store, start, stop, chosen, np.ones_like(chosen))
+
+
+def _split_document(store: TokenStore, fraction: float) -> tuple[View, View | None]:
+    start, stop = store.spans(np.arange(store.n_documents))
+    longest = int(np.argmax(stop - start))
+    end = int(stop[longest])
+    cut = end - min(max(2, round(store.n_tokens * fraction)), int(end - start[longest]) // 2)
+    if end - cut < 2:
+        return whole(store), None
+    held = View(store, np.array([cut]), np.array([end]), np.array([longest]), np.array([1]))
+    starts, stops = np.array([0, end]), np.array([cut, store.n_tokens])
+    first, counts = np.array([0, longest + 1]), np.array([longest + 1, store.n_documents - longest - 1])
+    filled = counts > 0
+    return View(store, starts[filled], stops[filled], first[filled], counts[filled]), held

@@ -34,7 +34,7 @@ def mixed(texts: dict[str, str], **overrides: Any) -> Config:
     """Three sources, and a second stage with another mixture and another length."""
     values = {
         "data.sources": [source(texts, "web", 0.6), source(texts, "code", 0.4), source(texts, "books", 0)],
-        "data.stages": [{"start_step": SWITCH, "weights": {"code": 1, "books": 2}, "seq_len": 48}],
+        "data.stages": [{"start_step": SWITCH, "mixture": {"code": 1, "books": 2}, "seq_len": 48}],
     }
     return run_config(**values, **overrides)
 
@@ -134,7 +134,7 @@ def changed(texts: dict[str, str], what: str, allow: bool) -> Config:
     values: dict[str, Any] = {
         "data.sources": [source(texts, "web", 0.6), source(texts, "code", 0.4), source(texts, "books", 0)]
     }
-    values["data.stages"] = [{"start_step": SWITCH, "weights": {"code": 1, "books": 2}, "seq_len": 48}]
+    values["data.stages"] = [{"start_step": SWITCH, "mixture": {"code": 1, "books": 2}, "seq_len": 48}]
     values["data.allow_changes"] = allow
     if what == "weights":
         values["data.sources"][0]["weight"] = 0.1
@@ -189,7 +189,7 @@ def test_what_is_past_may_be_written_anew(texts: dict[str, str]) -> None:
     cursor = cursor_after(mixed(texts), SWITCH + 3)
     values = {
         "data.sources": [source(texts, "web", 0.6), source(texts, "code", 1), source(texts, "books", 2)],
-        "data.stages": [{"start_step": 1, "weights": {"code": 1, "books": 2}, "seq_len": 48}],
+        "data.stages": [{"start_step": 1, "mixture": {"code": 1, "books": 2}, "seq_len": 48}],
     }
     assert open_data(run_config(**values), 0, 1).check_cursor(cursor) == []
 
@@ -250,8 +250,8 @@ def test_unigram_entropy_is_that_of_the_labels(tmp_path: Path) -> None:
         ({"data.sources": [{"name": "a"}], "data.source": "tokens", "data.paths": ["x"]}, "beside a list of sources"),
         ({"data.sources": [{"name": "a", "wieght": 1}]}, r"nearest valid key is data.sources\[0\].weight"),
         ({"data.stages": [{"start_step": 5}]}, r"stages\[0\] changes nothing"),
-        ({"data.stages": [{"start_step": 5, "weights": {"x": 1}}]}, r"names x, and the sources are python-stdlib"),
-        ({"data.stages": [{"start_step": 5, "weights": {"python-stdlib": 0}}]}, r"stages\[0\].weights sum to 0"),
+        ({"data.stages": [{"start_step": 5, "mixture": {"x": 1}}]}, r"names x, and the sources are python-stdlib"),
+        ({"data.stages": [{"start_step": 5, "mixture": {"python-stdlib": 0}}]}, r"stages\[0\].mixture sums to 0"),
         ({"data.stages": [{"start_step": 5, "seq_len": 9}, {"start_step": 5, "seq_len": 8}]}, "must be more than"),
         ({"validation.sets": [{"name": "a"}, {"name": "a"}]}, "two sets have the same name"),
     ],

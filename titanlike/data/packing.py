@@ -1,0 +1,151 @@
+"""Rows of whole documents: best-fit packing.
+
+The documents of a pass are shuffled and taken in windows of a fixed number, and each window is packed by itself: its
+documents, longest first, each go into the row with the least room that takes them (best-fit decreasing; Ding et al.
+2024, arXiv:2404.10830, on why: fewer truncated documents, hardly any padding). So memory is bounded, a row is a pure
+function of (seed, source, pass, window, number in the window), and any window is reached at once. The rows of a window
+are shuffled.
+
+A document longer than seq_len + 1 tokens is cut every seq_len tokens, as one text would be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlike.data.batch import Row
+from titanlike.data.permutation import key_of, permute
+from titanlike.data.rows import Address, Position
+from titanlike.data.store import View
+
+WINDOW_TOKENS = 2**22
+WINDOW_DOCUMENTS = (64, 2**14)  # fewest and most in a window
+
+
+class Window(NamedTuple):
+    """A window, packed."""
+
+    start: np.ndarray
+    """position in the view of each piece of a document"""
+    length: np.ndarray
+    rows: list[list[int]]
+    """the pieces of each row"""
+
+
+class BestFitRows:
+    """The rows of one source, packed."""
+
+    def __init__(self, view: View, seq_len: int, name: str, seed: int) -> None:
+        self._view = view
+        self._seq_len = seq_len
+        self._name = name
+        self._seed = seed
+        mean = view.n_tokens / view.n_documents
+        fewest, most = WINDOW_DOCUMENTS
+        self._documents = min(max(int(WINDOW_TOKENS / mean), fewest), most)
+        self.n_windows = -(-view.n_documents // self._documents)
+        # Two, because a batch may take the end of one window and the beginning of the next.
+        self._window = functools.lru_cache(maxsize=2)(self._pack)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BestFitRows, (self._view, self._seq_len, self._name, self._seed)
+
+    def begin(self) -> Position:
+        return {"epoch": 0, "index": 0, "of": self.n_windows, "row": 0, "seq_len": self._seq_len}
+
+    def carry(self, position: Position) -> Position:
+        """A position in the midst of a window that was packed for another length is moved to the next window."""
+        if (position["of"], position.get("seq_len")) == (self.n_windows, self._seq_len):
+            return position
+        read = position["index"] + (position.get("row", 0) > 0)
+        over, index = divmod(-(-read * self.n_windows // position["of"]), self.n_windows)
+        return {**self.begin(), "epoch": position["epoch"] + over, "index": index}
+
+    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+        epoch, window, row = position["epoch"], position["index"], position["row"]
+        taken: list[Address] = []
+        while len(taken) < count:
+            n = len(self._window(epoch, window).rows)
+            some = range(row, min(row + count - len(taken), n))
+            taken += [(epoch, window, i) for i in some]
+            row = some.stop
+            if row == n:
+                row, window = 0, window + 1
+            if window == self.n_windows:
+                window, epoch = 0, epoch + 1
+        return taken, {**self.begin(), "epoch": epoch, "index": window, "row": row}
+
+    def read(self, addresses: Sequence[Address]) -> list[Row]:
+        """A sample id is source:epoch:window.row."""
+        return [self._row(*address) for address in addresses]
+
+    def _row(self, epoch: int, window: int, index: int) -> Row:
+        packed = self._window(epoch, window)
+        parts = [
+            self._view.read(start, start + length)
+            for start, length in ((int(packed.start[i]), int(packed.length[i])) for i in packed.rows[index])
+        ]
+        starts = np.cumsum([len(part) for part in parts[:-1]], dtype=np.int64)
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return Row(tokens, starts, f"{self._name}:{epoch}:{window}.{index}")
+
+    @property
+    def rows_per_pass(self) -> float:
+        """As in the first window."""
+        documents = min(self._documents, self._view.n_documents)
+        return len(self._window(0, 0).rows) * self._view.n_documents / documents
+
+    @property
+    def padding(self) -> float:
+        """The share of a row that holds nothing, in the first window."""
+        packed = self._window(0, 0)
+        return 1 - (int(packed.length.sum()) - len(packed.rows)) / (len(packed.rows) * self._seq_len)
+
+    def _pack(self, epoch: int, window: int) -> Window:
+        n = self._view.n_documents
+        first = window * self._documents
+        places = np.arange(first, min(first + self._documents, n))
+        documents = permute(places, n, key_of("documents", self._seed, self._name, epoch))
+        start, length = cut(*self._view.spans(documents), self._seq_len)
+        rows = best_fit(length, self._seq_len + 1)
+        order = permute(np.arange(len(rows)), len(rows), key_of("window", self._seed, self._name, epoch, window))
+        return Window(start, length, [rows[i] for i in order.tolist()])
+
+
+def cut(start: np.ndarray, stop: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(start, length) of the pieces of documents at [start, stop), of at most seq_len + 1 tokens each. Pieces of one
+    document share a token, the last label of one and the first input of the next."""
+    pieces = np.maximum(-(-(stop - start - 1) // seq_len), 1)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    piece_start = np.repeat(start, pieces) + number * seq_len
+    return piece_start, np.minimum(np.repeat(stop, pieces) - piece_start, seq_len + 1)
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Bins of at most `capacity`, as lists of indices into `lengths` (each at most `capacity`): longest first, each
+    into the bin with the least room that takes it."""
+    bins: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(capacity)]  # bins by the room that is left
+    some = 0  # bit r is set where by_room[r] is not empty
+    longest_first: list[int] = np.argsort(-lengths, kind="stable").tolist()
+    for item in longest_first:
+        length = int(lengths[item])
+        fitting = some >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                some ^= 1 << room
+            bins[chosen].append(item)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([item])
+        left = room - length
+        if left > 0:
+            by_room[left].append(chosen)
+            some |= 1 << left
+    return bins
