@@ -75,7 +75,8 @@ def test_a_run_logs_the_listed_names_and_no_others(tmp_path: Path) -> None:
     assert [("val_loss" in row, "time/checkpoint_s" in row) for row in rows] == [
         (False, False), (True, False), (False, True), (True, False),
     ]  # fmt: skip
-    (start,) = files.read_events(tmp_path / "run")
+    start, *saves = files.read_events(tmp_path / "run")
+    assert [(event["event"], event["step"]) for event in saves] == [("checkpoint", 2), ("checkpoint", 4)]
     assert (start["event"], start["mesh"], start["world_size"]) == ("start", {"pp": 1, "dp": 2, "tp": 1}, 2)
 
 
@@ -88,7 +89,7 @@ def test_resume_on_another_mesh_continues_the_same_file(tmp_path: Path) -> None:
     run_ranks(2, run, config)
     rows = files.read_lines(tmp_path / "run" / files.METRICS_FILE)
     assert [(row["step"], row["tokens"]) for row in rows] == [(step, step * 64) for step in range(1, 7)]
-    _start, resume = files.read_events(tmp_path / "run")
+    (resume,) = [event for event in files.read_events(tmp_path / "run") if event["event"] == "resume"]
     assert (resume["event"], resume["step"], resume["mesh"]) == ("resume", 4, {"pp": 1, "dp": 1, "tp": 2})
     assert resume["dropped_steps"] == 1
 
