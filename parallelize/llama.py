@@ -25,24 +25,27 @@ def tensor_plan(config: LlamaConfig, tp: int, sequence_parallel: bool) -> Tensor
     """The table. `stream` is the placement of activations [batch, seq, dim] between blocks."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     whole = Replicate()
+    norm = Replicated(local_output=not sequence_parallel)
     kv = ColwiseParallel() if config.n_kv_heads % tp == 0 else ReplicatedKV(config.n_kv_heads)
     enter = PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(whole, None))
     enter_ffn = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,))
+    # Local tensors cost less, but where tp doesn't divide the hidden units only a DTensor knows how many there are.
+    hidden = ColwiseParallel(use_local_output=config.ffn_dim % tp == 0)
     leave = RowwiseParallel(output_layouts=stream, use_local_output=False)
     return {
         "tok_embeddings": VocabParallelEmbedding(output=stream),
-        "layers.*.attention_norm": Replicated(),
+        "layers.*.attention_norm": norm,
         "layers.*.attention": enter,
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.wk": kv,
         "layers.*.attention.wv": kv,
         "layers.*.attention.wo": leave,
-        "layers.*.ffn_norm": Replicated(),
+        "layers.*.ffn_norm": norm,
         "layers.*.feed_forward": enter_ffn,
-        "layers.*.feed_forward.w1": ColwiseParallel(),
-        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "layers.*.feed_forward.w1": hidden,
+        "layers.*.feed_forward.w3": hidden,
         "layers.*.feed_forward.w2": leave,
-        "norm": Replicated(),
+        "norm": norm,
         "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
     }
 
@@ -54,3 +57,21 @@ def stage_costs(config: LlamaConfig, seq_len: int) -> tuple[float, list[float], 
     scores = 2 * 2 * config.n_heads * config.head_dim * seq_len / 2  # causal: half of the square
     feed_forward = 3 * 2 * config.dim * config.ffn_dim
     return 0.0, [float(attention + scores + feed_forward)] * config.n_layers, 2.0 * config.dim * config.vocab_size
+
+
+HF_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.wq": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.wk": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.wv": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.wo": "model.layers.*.self_attn.o_proj",
+    "layers.*.ffn_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
+    "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
+    "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+"""Modules here -> in Hugging Face's LlamaForCausalLM; `*` is a layer's number. The tensors are equal: same shapes, and
+the rotary layout is the same (models/llama.py), so nothing is permuted."""

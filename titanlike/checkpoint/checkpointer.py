@@ -213,9 +213,7 @@ class Checkpointer:
             raise CheckpointError(f"the checkpoint of step {step} was not written: {first_failure(error)}") from error
         except RuntimeError as error:  # gloo: a rank is gone, or did not answer within WRITE_TIMEOUT
             reason = str(error).strip().splitlines()[-1]
-            raise CheckpointError(
-                f"the checkpoint of step {step} was not written: another rank was lost meanwhile ({reason})"
-            ) from error
+            raise RuntimeError(f"the checkpoint of step {step} was not written: {reason}") from error
         if self.rank == 0:
             self._tidy("delete old checkpoints", self._retain)
 
@@ -247,6 +245,17 @@ class Checkpointer:
         where, step, digest, meta = found
         self.saved_step = step
         return Loaded(step, meta, where, f"resumed from {where}: step {step}, digest {digest} verified")
+
+    def load_weights(self, path: str, tensors: dict[str, Shard], model: dict[str, Any]) -> list[str]:
+        """Fill the shards of the weights (`model.*`) from `path`, for `init_from`; leave the optimizer's as they are.
+
+        `path`: a titanlike checkpoint, a run folder (its newest good one), or a Hugging Face folder of safetensors.
+        `model` is the run's model config as a dict, `dataclasses.asdict(LlamaConfig(...))`. Every rank reads only its
+        own slices; dtypes are converted. Returns lines for the user. Raises UserError on all ranks.
+        """
+        from titanlike.checkpoint.weights import load_weights
+
+        return load_weights(path, tensors, model, self.group)
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint that is whole by its manifest and file sizes. Looks only; no collective."""

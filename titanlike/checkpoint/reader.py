@@ -32,6 +32,7 @@ class TensorIndex:
         self.folder = folder
         self.manifest = manifest
         self.tensors = read_listed_json(folder, manifest, TENSORS)
+        self._open: dict[str, TensorFile] = {}
         try:
             for entry in self.tensors.values():
                 DTYPES[entry["dtype"]], int(entry["digest"], 16), tuple(entry["shape"])
@@ -63,15 +64,30 @@ class TensorIndex:
         except OSError as error:
             raise DamagedCheckpoint(f"{file.path} can not be read: {error.strerror}") from error
 
+    def read_box(self, name: str, offset: tuple[int, ...], target: torch.Tensor) -> None:
+        """Fill `target` (any dtype) with the box of the whole tensor `name` at `offset`, from the stored boxes."""
+        for box in self.tensors[name]["boxes"]:
+            # Where the two boxes overlap, dim by dim: first and last index within the whole tensor.
+            dims = zip(offset, target.shape, box["offset"], box["shape"], strict=True)
+            overlap = [(max(a, b), min(a + m, b + n)) for a, m, b, n in dims]
+            if any(first >= last for first, last in overlap):
+                continue
+            here = tuple(slice(first - a, last - a) for (first, last), a in zip(overlap, offset, strict=True))
+            there = tuple(first - b for (first, _), b in zip(overlap, box["offset"], strict=True))
+            if box["file"] not in self._open:
+                self._open[box["file"]] = self.open(box["file"])
+            self.read(self._open[box["file"]], name, box, there, target[here])
+
     def read_tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU, put together from its boxes."""
-        entry = self.tensors[name]
-        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        for box in entry["boxes"]:
-            place = tuple(slice(start, start + size) for start, size in zip(box["offset"], box["shape"], strict=True))
-            with self.open(box["file"]) as file:
-                self.read(file, name, box, (0,) * whole.dim(), whole[place])
+        """A whole tensor, on the CPU."""
+        whole = torch.empty(self.tensors[name]["shape"], dtype=DTYPES[self.tensors[name]["dtype"]])
+        self.read_box(name, (0,) * whole.dim(), whole)
         return whole
+
+    def close(self) -> None:
+        """Close what `read_box` has opened."""
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 class ShardReader(StorageReader):
