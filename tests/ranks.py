@@ -292,9 +292,10 @@ def _rank_main(rank: int, world_size: int, port: int, connection: Any, stack_fil
         try:
             task = connection.recv_bytes()
         except (EOFError, OSError):
-            _leave(1)
+            _end_group()
         if task == GOODBYE:
-            _leave(0)
+            # Not through the interpreter's shutdown: now and then a gloo thread aborts there (pytorch#179291).
+            os._exit(0)
         answer: tuple[str, Any]
         try:
             if group_failure is not None:
@@ -326,14 +327,14 @@ def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    # The parent's end is seen by an idle rank's main thread and by the watching one, whichever runs first. Either way
+    # what the tested function started has to end too.
     os.killpg(0, signal.SIGKILL)
-
-
-def _leave(code: int) -> NoReturn:
-    # Not through the interpreter's shutdown: now and then a gloo thread aborts there (pytorch#179291).
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    raise AssertionError("unreachable")
 
 
 def _loopback() -> str:

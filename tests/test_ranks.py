@@ -1,5 +1,6 @@
 """A test on several ranks fails with the cause, hangs never, and leaves no process behind."""
 
+import contextlib
 import os
 import random
 import signal
@@ -259,12 +260,19 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, end: str, number: int | Non
     while not all(report.exists() for report in reports) and process.poll() is None:
         time.sleep(0.02)
     pids = [int(pid) for report in reports for pid in report.read_text().split()]
-    if number is not None:
-        process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert code in (None, process.returncode), (out, err)
-    assert len(pids) == 4
-    assert not wait_until_gone(pids)
+    try:
+        if number is not None:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)  # the pipes end with the last process that has them
+        assert code in (None, process.returncode), (out, err)
+        assert len(pids) == 4
+        assert not wait_until_gone(pids)
+    except BaseException:
+        process.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 # --- launch ---
