@@ -24,10 +24,19 @@ TensorPlan = dict[str, ParallelStyle]
 
 class Replicated(ParallelStyle):
     """The module's parameters are whole on every rank and it computes on DTensors as they come (norms). Under sequence
-    parallelism the gradient of such a parameter is a partial sum over tp; ZeRO adds it up once per step."""
+    parallelism the gradient of such a parameter is a partial sum over tp; ZeRO adds it up once per step.
+
+    `local_output`, for activations that are whole on every rank: hand on the local tensor. The DTensor that the next
+    module makes of it brings the gradient back summed over tp (arXiv:1909.08053, section 3, the operator f); a gradient
+    left as a partial sum would make DTensor gather whole weights in the backward of the module before."""
+
+    def __init__(self, local_output: bool = False) -> None:
+        self.local_output = local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh)
+        if not self.local_output:
+            return distribute_module(module, device_mesh)
+        return distribute_module(module, device_mesh, output_fn=lambda _module, out, _mesh: out.to_local())
 
 
 class VocabParallelEmbedding(ParallelStyle):
