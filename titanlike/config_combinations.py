@@ -93,6 +93,9 @@ def _check_model(config: Config) -> None:
         raise UserError(f"model.n_heads ({n_heads}) must be a multiple of mesh.tp ({tp})")
     if n_kv_heads % tp and tp % n_kv_heads:
         raise UserError(f"mesh.tp ({tp}) must divide model.n_kv_heads ({n_kv_heads}), or be a multiple of it")
+    ffn_dim = getattr(model, "ffn_dim", tp)
+    if -(-ffn_dim // tp) * (tp - 1) >= ffn_dim:  # as torch cuts: ceil(size / tp) to each rank until none is left
+        raise UserError(f"model.ffn_dim ({ffn_dim}) leaves one of mesh.tp = {tp} ranks without hidden units")
     if config.mesh.sequence_parallel and seq_len % tp:
         raise UserError(f"train.seq_len ({seq_len}) must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel")
 
@@ -139,6 +142,12 @@ def _check_pipeline(config: Config, microbatches: int) -> None:
         raise UserError(
             f'pipeline.schedule = "{schedule}" needs torch 2.13 or newer on CPU ranks, where older ones cannot send '
             "between two stages of one rank"
+        )
+    if schedule in SPLIT_BACKWARD and config.activation_checkpoint.mode == "selective":
+        raise UserError(
+            f'pipeline.schedule = "{schedule}" cannot run with activation_checkpoint.mode = "selective", because torch '
+            'recomputes what it selects for one backward alone, and this schedule has two: use "full" or "none", or '
+            'pipeline.schedule = "1f1b" or "interleaved_1f1b"'
         )
     n_layers = getattr(config.model, "n_layers", n_stages)
     stages = f"mesh.pp ({pp}) * {per_rank} stage(s) per rank = {n_stages} stages"

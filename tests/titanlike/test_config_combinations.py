@@ -71,6 +71,15 @@ def test_heads_must_fit_tp() -> None:
     config(mesh__tp=2, model__n_heads=8, model__n_kv_heads=4).validate_for(4)
 
 
+def test_no_tp_rank_is_left_without_hidden_units() -> None:
+    """Symptom: an empty part of the feed-forward fails inside a division."""
+    assert (
+        refusal(4, mesh__tp=4, model__ffn_dim=9)
+        == "model.ffn_dim (9) leaves one of mesh.tp = 4 ranks without hidden units"
+    )
+    config(mesh__tp=4, model__ffn_dim=10).validate_for(4)
+
+
 def test_sequence_parallel_needs_a_sequence_that_tp_divides() -> None:
     """Symptom: an uneven sequence fails inside the first forward."""
     sentence = refusal(4, mesh__tp=4, train__seq_len=250)
@@ -217,6 +226,18 @@ def test_split_backward_schedules_cannot_be_compiled(schedule: str) -> None:
     loaded = {"mesh__pp": 2, "pipeline__schedule": schedule, "compile__enable": True}
     if schedule in ("interleaved_zero_bubble", "zbv", "dualpipev"):
         assert f'pipeline.schedule = "{schedule}" cannot run with compile.enable = true' in refusal(2, **loaded)
+    else:
+        config(**loaded).validate_for(2)
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+def test_split_backward_schedules_cannot_recompute_selectively(schedule: str) -> None:
+    """Symptom: torch fails in the first backward: a selected region can be gone through backward only once."""
+    loaded = {"mesh__pp": 2, "pipeline__schedule": schedule}
+    config(**loaded, activation_checkpoint__mode="full").validate_for(2)
+    loaded["activation_checkpoint__mode"] = "selective"
+    if schedule in ("interleaved_zero_bubble", "zbv", "dualpipev"):
+        assert 'cannot run with activation_checkpoint.mode = "selective"' in refusal(2, **loaded)
     else:
         config(**loaded).validate_for(2)
 
