@@ -18,6 +18,7 @@ import hashlib
 import math
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,9 +132,9 @@ class Run:
         self.timers.start()
         while trainer.step_count < steps:
             step = trainer.step_count + 1
-            self.seed_step(step)
             with self.timers.phase("data"):
                 batch = next(batches)
+            self.seed_step(step)  # after the loader, which draws a number when it starts
             result = trainer.train_step(batch)
             self.cursor = batch.cursor
             self.tokens += config.train.global_batch_size * batch.tokens.shape[1]
@@ -259,8 +260,14 @@ class Run:
 
     def start(self) -> None:
         """Bring the state to where the run begins: the newest good checkpoint of its folder, or the initial weights."""
-        loaded = self.checkpointer.load(self.tensors())
-        changes = [] if loaded is None else self.resume(loaded)
+        loaded = self.checkpointer.load(self.tensors(), self.check_fits)
+        changes: list[str] = []
+        if loaded is not None:
+            changes = self.resume(loaded)
+        elif self.config.checkpoint.init_from is not None:
+            self.init_from(self.config.checkpoint.init_from)
+        if loaded is None and self.config.checkpoint.init_from is not None:
+            self.start_from_weights(self.config.checkpoint.init_from)
         self.checkpointer.prepare(self.tensors())
 
         def write() -> None:
@@ -276,15 +283,32 @@ class Run:
 
         together(write, dist.group.WORLD)  # rank 0 writes, and its error should be everyone's
 
+    def init_from(self, path: str) -> None:
+        """Start from the weights of something else, with a fresh optimizer."""
+        model = dataclasses.asdict(self.trainer.built.plain.config)
+        for line in self.checkpointer.load_weights(path, self.tensors(), model):
+            self.metrics.message(line)
+        self.trainer.zero.gather()
+
+    def check_fits(self, folder: Path, meta: dict[str, Any]) -> None:
+        """Raise UserError for a checkpoint that this run cannot go on from, whatever the shapes of its tensors."""
+        if meta["tokenizer"] != self.data.tokenizer.fingerprint:
+            raise UserError(
+                f"the checkpoint {folder} was trained with another tokenizer than data.tokenizer = "
+                f'"{self.config.data.tokenizer}": use the one it was trained with, or another run.name'
+            )
+        self.data.check_cursor(meta["data"])
+
+    def start_from_weights(self, path: str) -> None:
+        """Take the weights alone of a checkpoint or a Hugging Face folder; step, data and optimizer start anew."""
+        model = dataclasses.asdict(self.trainer.built.plain.config)
+        for line in self.checkpointer.load_weights(path, self.tensors(), model):
+            self.metrics.message(line)
+        self.trainer.zero.gather()
+
     def resume(self, loaded: Loaded) -> list[str]:
         """Go on from a checkpoint whose tensors are loaded. Returns what has changed in the config since it."""
         meta, run_dir = loaded.meta, self.config.run_dir
-        if meta["tokenizer"] != self.data.tokenizer.fingerprint:
-            raise UserError(
-                f"the checkpoint {loaded.folder} was trained with another tokenizer than data.tokenizer = "
-                f'"{self.config.data.tokenizer}": use the one it was trained with, or another run.name'
-            )
-        data_changes = self.data.check_cursor(meta["data"])
         self.trainer.step_count = loaded.step
         self.trainer.zero.set_step_count(loaded.step)
         self.trainer.zero.gather()
@@ -297,7 +321,7 @@ class Run:
             changes.append(f"mesh {spelled(meta['mesh'])} -> {spelled(self.degrees())}")
         if changes:
             self.metrics.message(f"changed since that checkpoint: {', '.join(changes)}")
-        for sentence in data_changes:
+        for sentence in self.data.check_cursor(meta["data"]):
             self.metrics.message(sentence)
         if self.config.checkpoint.init_from is not None:
             self.metrics.message(

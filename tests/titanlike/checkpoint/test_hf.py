@@ -87,7 +87,9 @@ def save(folder: Path, kind: str, ranks: int = 1) -> Llama:
 
 
 def transformers_model(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[test]')")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install -e '.[test]')"
+    )
     model, told = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"], told
     return model
@@ -106,7 +108,9 @@ def test_an_export_has_the_logits_of_the_model(kind: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_an_import_has_the_logits_of_transformers(kind: str, sharded: bool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[test]')")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install -e '.[test]')"
+    )
     config = dataclasses.asdict(model_of(kind).config)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf_config(config, "float32", 256)))
     with torch.no_grad():
@@ -198,7 +202,9 @@ def test_the_byte_tokenizer_is_exported(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("a<|endoftext|>b").ids == [97, 256, 98]
     assert tokenizer.get_vocab_size() == 257
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[test]')")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (pip install -e '.[test]')"
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("aü")["input_ids"] == [97, 195, 188] and theirs.eos_token_id == 256
 

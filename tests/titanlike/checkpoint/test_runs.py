@@ -1,0 +1,133 @@
+"""Whole runs: the trained state of any mesh goes on with any other, and a run starts from weights alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.titanlike.runs import (
+    FLOAT64,
+    checkpoint,
+    checkpoints,
+    columns,
+    digest,
+    meta,
+    run_on,
+    runs,
+    tiny,
+    with_checkpoint,
+)
+from titanlike.checkpoint import tools
+
+# pp, dp, tp
+TWO_RANKS = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1)]
+ALL = [*TWO_RANKS, (1, 4, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (2, 2, 2)]
+FOUR_LAYERS = {**FLOAT64, "model.n_layers": 4, "checkpoint.keep_last": 0}
+
+
+def degrees(mesh: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("mesh.pp", "mesh.dp", "mesh.tp"), mesh, strict=True))
+
+
+def pairs(meshes: list[tuple[int, int, int]], folder: Path) -> int:
+    """Train two steps on each mesh; go on for one step with each, from each. How many pairs were right."""
+    (seen,) = run_on(1, folder / "whole", **FOUR_LAYERS, **{"train.steps": 3, "checkpoint.interval": 2})
+    assert seen.error is None
+    reference = columns(folder / "whole")[3]
+    for mesh in meshes:
+        name, ranks = "-".join(map(str, mesh)), mesh[0] * mesh[1] * mesh[2]
+        seen = run_on(ranks, folder / name, **FOUR_LAYERS, **degrees(mesh), **{"train.steps": 2})[0]
+        assert seen.error is None, (mesh, seen.error)
+    right = 0
+    for target in meshes:
+        parts = [
+            with_checkpoint(folder / "-".join(map(str, source)), 2, folder / f"{source}-{target}") for source in meshes
+        ]
+        more = {**FOUR_LAYERS, **degrees(target), "train.steps": 3}
+        ranks = target[0] * target[1] * target[2]
+        (main, *_) = run_ranks(ranks, runs, [tiny(part, **more) for part in parts], timeout=400.0)
+        for source, part, seen in zip(meshes, parts, main, strict=True):
+            assert seen.error is None, (source, target, seen.error)
+            # The digest of what was loaded, weights and moments, is that of what was saved: equal to the last bit.
+            verified = f"step 2, digest {digest(part, 2)} verified"
+            assert any(verified in line for line in seen.said), (source, target, seen.said)
+            assert columns(part)[3] == pytest.approx(reference, rel=1e-10, abs=0), (source, target)
+            right += 1
+    return right
+
+
+def test_trained_state_goes_on_with_any_mesh_of_two_ranks(tmp_path: Path) -> None:
+    """nanotron #263, DeepSpeed #7599, torchtitan #848."""
+    assert pairs(TWO_RANKS, tmp_path) == len(TWO_RANKS) ** 2
+
+
+@pytest.mark.slow
+def test_trained_state_goes_on_with_any_mesh(tmp_path: Path) -> None:
+    print(pairs(ALL, tmp_path), "pairs of meshes")
+
+
+def weights_digest(folder: Path) -> int:
+    values = tools.compute_digests(tools.open_checkpoint(folder)[2])
+    return sum(value for name, value in values.items() if name.startswith("model.")) % 2**64
+
+
+@pytest.mark.parametrize("source", ["run", "step", "hugging face", "imported"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_starts_from_weights_alone(tied: bool, source: str, tmp_path: Path) -> None:
+    """Step 0 has the source's weights to the bit, and new moments; pp 2, so that there are two copies of a tied one."""
+    from titanlike.checkpoint.hf_import import import_hf
+
+    more: dict[str, Any] = {"model.tie_embeddings": tied, "train.steps": 2}
+    run_on(2, tmp_path / "source", **{"mesh.tp": 2}, **more)
+    paths = {
+        "run": tmp_path / "source",
+        "step": checkpoint(tmp_path / "source", 2),
+        "hugging face": tmp_path / "hf",
+        "imported": tmp_path / "imported",
+    }
+    if source in ("hugging face", "imported"):
+        tools.export(tmp_path / "source", tmp_path / "hf", "float32")
+    if source == "imported":
+        import_hf(tmp_path / "hf", tmp_path / "imported")
+    new = {"checkpoint.init_from": str(paths[source]), "checkpoint.save_initial": True, "mesh.pp": 2}
+    (main, _) = run_on(2, tmp_path / "new", **more, **new)
+    assert main.error is None and any("weights from" in line and "fresh optimizer" in line for line in main.said)
+    assert meta(tmp_path / "new", 0)["tokens"] == 0
+    assert weights_digest(checkpoint(tmp_path / "new", 0)) == weights_digest(checkpoint(tmp_path / "source", 2))
+    index = tools.open_checkpoint(checkpoint(tmp_path / "new", 0))[2]
+    assert not any(index.read_tensor(name).any() for name in index.tensors if name.startswith("optimizer."))
+    assert columns(tmp_path / "new")[1][0] < columns(tmp_path / "source")[1][0], "it does not start where that ended"
+
+
+def test_a_resume_is_preferred_to_init_from_and_says_so(tmp_path: Path) -> None:
+    run_on(1, tmp_path / "source", **{"train.steps": 1})
+    run_on(1, tmp_path / "run", **{"train.steps": 2})
+    (seen,) = run_on(1, tmp_path / "run", **{"train.steps": 3, "checkpoint.init_from": str(tmp_path / "source")})
+    assert seen.error is None and list(columns(tmp_path / "run")) == [1, 2, 3]
+    said = "\n".join(seen.said)
+    assert "resumed from" in said and "was not used, because" in said
+
+
+def test_init_from_something_else_is_one_sentence(tmp_path: Path) -> None:
+    for path, said in (("nowhere", "does not exist"), (".", "neither a checkpoint folder")):
+        (seen,) = run_on(1, tmp_path / "run", **{"checkpoint.init_from": str(tmp_path / path)})
+        assert seen.error is not None and said in seen.error[1], seen.error
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    every = {"checkpoint.interval": 1, "checkpoint.keep_last": 0}
+    run_on(2, tmp_path / "whole", **every, **{"train.steps": 3})
+    run_on(2, tmp_path / "run", **every, **{"train.steps": 2})
+    path = checkpoint(tmp_path / "run", 2) / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 16
+    path.write_bytes(data)
+    (main, _) = run_on(2, tmp_path / "run", **every, **{"train.steps": 3})
+    said = "\n".join(main.said)
+    assert "damaged checkpoint" in said and str(path) in said and "step 1, digest" in said
+    assert columns(tmp_path / "run") == columns(tmp_path / "whole")
+    assert digest(tmp_path / "run", 3) == digest(tmp_path / "whole", 3)
+    assert checkpoints(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
