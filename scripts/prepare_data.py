@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 
 from titanlike.config_errors import validate
-from titanlike.data.config import SourceConfig
+from titanlike.data.config import RECORDS, SourceConfig
 from titanlike.data.prepare import Progress, prepare
 from titanlike.errors import UserError, run_main
 
+NAMES = ("dataset", "subset", "split", *RECORDS)  # keys of [data] that are options here
 PLAIN_INTERVAL = 10.0  # seconds between lines where there is no terminal
 
 
@@ -31,18 +32,17 @@ def main() -> None:
         "--shard-mb", type=float, default=256.0, help="megabytes of input per shard (default: %(default)s)"
     )
     parser.add_argument("--paths", nargs="+", default=[], metavar="PATH", help="files or globs")
-    for name, field in SourceConfig.model_fields.items():
-        if name != "paths":
-            default = "text" if name == "source" else field.default
-            parser.add_argument(
-                f"--{name.replace('_', '-')}", default=default, help=(field.description or "").replace("%", "%%")
-            )
+    parser.add_argument("--source", default="text", help="text, huggingface or python-stdlib (default: %(default)s)")
+    for name in NAMES:
+        field = SourceConfig.model_fields[name]
+        help_text = (field.description or "").replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=help_text)
     options = parser.parse_args()
     if options.workers < 1 or options.shard_mb <= 0:
         raise UserError("--workers and --shard-mb must be more than 0")
-    if options.source == "tokens":
-        raise UserError("--source tokens is what this makes: give text, huggingface or python-stdlib")
-    given = {name: getattr(options, name) for name in SourceConfig.model_fields}
+    if options.source not in ("text", "huggingface", "python-stdlib"):
+        raise UserError(f"--source must be text, huggingface or python-stdlib, got {options.source!r}")
+    given = {name: getattr(options, name) for name in ("source", "paths", *NAMES)}
     source = validate(SourceConfig, given)
     start = time.monotonic()
     with _Bar() as bar:

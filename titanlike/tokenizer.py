@@ -4,6 +4,8 @@ A tokenizer has:
 - `vocab_size`: ids are in [0, vocab_size)
 - `end_id`: the id that ends a document
 - `fingerprint`: a string that is equal for tokenizers that give equal ids, and that checkpoints and token files keep
+- `chat_template`: how a conversation becomes text, a Jinja template that may name the `special_tokens` by their roles,
+  such as `bos_token`; None if there is none
 - `encode(text) -> list of ids`, without any special token; `encode_batch(texts)`; `decode(ids) -> text`
 """
 
@@ -29,6 +31,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_id: int
     fingerprint: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around it."""
@@ -49,6 +53,8 @@ class ByteTokenizer:
     vocab_size = 257
     end_id = 256
     fingerprint = "bytes"
+    chat_template = None
+    special_tokens: dict[str, str] = {}  # noqa: RUF012 - never changed
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
@@ -83,26 +89,24 @@ class FileTokenizer:
         self._backend.no_truncation()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.fingerprint = "sha256:" + hashlib.sha256(content).hexdigest()
+        config = _read_config(path.parent / "tokenizer_config.json")
+        self.special_tokens = {
+            role: token["content"] if isinstance(token, dict) else token
+            for role, token in config.items()
+            if role.endswith("_token") and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+        }
+        self.chat_template = _chat_template(path.parent / "chat_template.jinja", config)
         self.end_id = self._find_end(path)
 
     def _find_end(self, path: Path) -> int:
-        names: list[str] = []
-        beside = path.parent / "tokenizer_config.json"
-        if beside.is_file():
-            end: Any = None
-            try:
-                end = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError):
-                raise UserError(f"data.tokenizer: {beside} is not a JSON object") from None
-            name = end.get("content") if isinstance(end, dict) else end
-            names = [name] if isinstance(name, str) else []
-        for name in [*names, *END_NAMES]:
+        named = self.special_tokens.get("eos_token")
+        for name in (*((named,) if named is not None else ()), *END_NAMES):
             found = self._backend.token_to_id(name)
             if found is not None:
                 return int(found)
         raise UserError(
-            f"data.tokenizer: {path} has no end-of-text token that could end a document: name it as eos_token in "
-            f"{beside.name} beside it, or give the vocabulary one of {', '.join(END_NAMES)}"
+            f"data.tokenizer: {path} has no end-of-text token that could end a document: name it as eos_token in a "
+            f"tokenizer_config.json beside it, or give the vocabulary one of {', '.join(END_NAMES)}"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -119,6 +123,28 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"data.tokenizer: {path} is not a JSON object")
+    return config
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
+    """As Hugging Face keeps it: a file of its own, or in tokenizer_config.json, alone or as one of several by name."""
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:

@@ -22,6 +22,8 @@ class Row(NamedTuple):
     starts: np.ndarray | None
     """where in `tokens` documents start, but for the one that is there at 0; None if nobody asks"""
     sample_id: str
+    learnt: np.ndarray | None = None
+    """which of `tokens` are labels, bool; None: all"""
 
 
 @dataclass
@@ -67,6 +69,8 @@ def collate(rows: Sequence[Row | None], seq_len: int, cursor: dict[str, Any], do
         n = len(row.tokens) - 1
         tokens[i, :n] = row.tokens[:-1]
         labels[i, :n] = row.tokens[1:]
+        if row.learnt is not None:
+            labels[i, :n][~row.learnt[1:]] = IGNORE
         if document_mask:
             assert row.starts is not None and positions is not None and document_ids is not None
             labels[i, row.starts - 1] = IGNORE

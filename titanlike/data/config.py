@@ -1,34 +1,40 @@
 """The `[data]` and `[validation]` sections."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from titanlike.config_keys import nearest
 from titanlike.section import Section
 
+RECORDS = ("format", "text_field", "prompt_field", "completion_field", "messages_field")
 KEYS_OF_SOURCE = {
     "python-stdlib": (),
-    "text": ("paths", "text_field"),
-    "huggingface": ("dataset", "subset", "split", "text_field"),
+    "text": ("paths", *RECORDS),
+    "huggingface": ("dataset", "subset", "split", "streaming", *RECORDS),
     "tokens": ("paths",),
+    "synthetic": (),
 }
-"""What each source reads of the keys below `source`."""
+"""What each source reads of the keys beside it."""
+FIELDS_OF_FORMAT = {
+    "text": ("text_field",),
+    "completion": ("prompt_field", "completion_field"),
+    "chat": ("messages_field",),
+}
 
 
 class SourceConfig(Section):
     """Where documents come from."""
 
-    source: Literal["python-stdlib", "text", "huggingface", "tokens"] = "python-stdlib"
+    source: str = "python-stdlib"
     """python-stdlib: the source text of the running Python's standard library, which is on every machine.
     text: the files of paths. huggingface: a dataset that the datasets library can open.
-    tokens: folders that scripts/prepare_data.py made."""
+    tokens: folders that scripts/prepare_data.py made. synthetic: random ids without end, for benchmarks.
+    Or the import path of a class of your own, package.module:Class (docs/data.md)."""
 
     paths: list[str] = Field([])
     """text: files or globs; .jsonl has a document per line, .parquet one per row, any other file is one document; .gz
     and .zst are unpacked. tokens: folders."""
-
-    text_field: str = Field("text", min_length=1)
-    """The field of a JSONL line, a Parquet row or a dataset's example that holds the text."""
 
     dataset: str | None = Field(None, min_length=1)
     """huggingface: the name of a dataset, or its folder."""
@@ -39,12 +45,55 @@ class SourceConfig(Section):
     split: str = Field("train", min_length=1)
     """huggingface: which split of the dataset."""
 
+    streaming: bool = False
+    """huggingface: read it as a stream, without a download and in about its own order, rather than at random."""
+
+    format: Literal["text", "completion", "chat"] = "text"
+    """text: all of a document is learnt. completion: a prompt, and a completion that alone is learnt. chat: a list of
+    messages with role and content, laid out by the tokenizer's chat template, of which what the assistant says is
+    learnt.
+    """
+
+    text_field: str = Field("text", min_length=1)
+    """format text: the field of a JSONL line, a Parquet row or a dataset's example that holds the text."""
+
+    prompt_field: str = Field("prompt", min_length=1)
+    """format completion: the field with the prompt."""
+
+    completion_field: str = Field("completion", min_length=1)
+    """format completion: the field with the completion."""
+
+    messages_field: str = Field("messages", min_length=1)
+    """format chat: the field with the messages."""
+
+    arguments: dict[str, Any] = Field({})
+    """A class of your own: what it is given, beside the tokenizer and the length."""
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of a record that are read."""
+        return [getattr(self, key) for key in FIELDS_OF_FORMAT[self.format]]
+
+    @property
+    def own_class(self) -> bool:
+        """Whether the source is the import path of a class."""
+        return ":" in self.source
+
     @model_validator(mode="after")
     def _source_fits(self) -> "SourceConfig":
-        keys = KEYS_OF_SOURCE[self.source]
-        for name in SourceConfig.model_fields:
-            if name != "source" and name not in keys and getattr(self, name) != type(self).model_fields[name].default:
+        if not self.own_class and self.source not in KEYS_OF_SOURCE:
+            raise ValueError(
+                f"source must be one of {', '.join(KEYS_OF_SOURCE)}, or package.module:Class, got {self.source!r} (the "
+                f"nearest is {nearest(self.source, KEYS_OF_SOURCE)!r})"
+            )
+        keys = ("arguments",) if self.own_class else KEYS_OF_SOURCE[self.source]
+        for name, field in SourceConfig.model_fields.items():
+            if name == "source" or getattr(self, name) == field.default:
+                continue
+            if name not in keys:
                 raise ValueError(f'{name} has no effect with source = "{self.source}": take it out')
+            if name.endswith("_field") and name not in FIELDS_OF_FORMAT[self.format]:
+                raise ValueError(f'{name} has no effect with format = "{self.format}": take it out')
         if "paths" in keys and not self.paths:
             what = "files or globs" if self.source == "text" else "folders that scripts/prepare_data.py made"
             raise ValueError(f'source = "{self.source}" needs paths, a list of {what}')
@@ -114,11 +163,11 @@ class DataConfig(SourceConfig):
 
     @property
     def all_sources(self) -> list[MixtureSource]:
-        """The sources; a single one has the name of its kind."""
+        """The sources; a single one has the name of its kind, or of its class."""
         if self.sources:
             return self.sources
         values = {name: getattr(self, name) for name in SourceConfig.model_fields}
-        return [MixtureSource(**values, name=self.source)]
+        return [MixtureSource(**values, name=self.source.rpartition(":")[2])]
 
     @model_validator(mode="after")
     def _mixture_fits(self) -> "DataConfig":

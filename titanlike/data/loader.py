@@ -8,26 +8,41 @@ order, and the cursor that comes with a batch is the one to checkpoint once that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlike.data.batch import Batch, Row, collate
 from titanlike.data.order import GlobalOrder, Item, Orders
 from titanlike.data.rows import Address
+from titanlike.data.streams import StreamRows
 from titanlike.errors import UserError
 
 
 class Reader:
-    """The map-style dataset that workers have: from an item of the order to a batch."""
+    """The map-style dataset that workers have: from an item of the order to a batch. With streams, one process must
+    have it and ask for the items in order."""
 
-    def __init__(self, orders: Orders, document_mask: bool) -> None:
+    def __init__(
+        self, orders: Orders, streams: Mapping[str, StreamRows], *, vocab_size: int, document_mask: bool
+    ) -> None:
         self._orders = orders
+        self._streams = streams
+        self._vocab_size = vocab_size
         self._document_mask = document_mask
 
     def __getitem__(self, item: Item) -> Batch | UserError:
         try:
-            return collate(self._rows(item), item.seq_len, item.cursor, self._document_mask)
+            rows = self._rows(item)
+            for row in rows:
+                if row.tokens.max() >= self._vocab_size:
+                    raise UserError(
+                        f"sample {row.sample_id} (source:pass:row) has the id {row.tokens.max()}, and the vocabulary "
+                        f"has {self._vocab_size} ids"
+                    )
+            positions = {name: self._streams[name].position for name in item.streams}
+            cursor = {**item.cursor, "sources": {**item.cursor["sources"], **positions}}
+            return collate(rows, item.seq_len, cursor, self._document_mask)
         except UserError as error:
             return error  # raised by the rank: an exception that crosses processes becomes a traceback in a string
 
@@ -35,7 +50,14 @@ class Reader:
         addresses: dict[str, list[Address]] = {}
         for name, address in item.rows:
             addresses.setdefault(name, []).append(address)
-        read = {name: iter(self._orders[name, item.seq_len].read(some)) for name, some in addresses.items()}
+        # Streams are read by all dp coordinates alike, whether or not they keep a row.
+        streamed = {name: self._streams[name].take(count, item.seq_len) for name, count in item.streams.items()}
+        read = {}
+        for name, some in addresses.items():
+            if name in streamed:
+                read[name] = iter([streamed[name][i] for (i,) in some])
+            else:
+                read[name] = iter(self._orders[name, item.seq_len].read(some))
         return [next(read[name]) for name, _ in item.rows]
 
 

@@ -14,7 +14,7 @@ from titanlike.data.plan import Plan, Stage
 from titanlike.data.rows import Address, Position, RowOrder
 
 Orders = Mapping[tuple[str, int], RowOrder]
-"""By source and seq_len."""
+"""By source and seq_len. A source that is not among them is a stream."""
 
 
 class Item(NamedTuple):
@@ -22,8 +22,11 @@ class Item(NamedTuple):
 
     seq_len: int
     rows: list[tuple[str, Address]]
-    """source and address of each row of this dp coordinate"""
+    """source and address of each row of this dp coordinate; of a stream the row's place among `streams`"""
+    streams: dict[str, int]
+    """how many rows of the whole global batch come from each stream"""
     cursor: dict[str, Any]
+    """without the positions of streams, which are known where they are read"""
 
 
 class GlobalOrder:
@@ -53,22 +56,28 @@ class GlobalOrder:
             stage = self._plan.stage_at(self._step)
             if stage is not self._stage:
                 self._stage, self._drawn = stage, dict.fromkeys(stage.weights, 0)
-            rows = self._next_rows(stage)
+            rows, streams = self._next_rows(stage)
             self._samples += len(rows)
-            yield Item(stage.seq_len, rows[self._mine], self._cursor(stage))
+            yield Item(stage.seq_len, rows[self._mine], streams, self._cursor(stage))
 
-    def _next_rows(self, stage: Stage) -> list[tuple[str, Address]]:
+    def _next_rows(self, stage: Stage) -> tuple[list[tuple[str, Address]], dict[str, int]]:
         names, drawn = list(stage.weights), list(self._drawn.values())
         sources = draw(list(stage.weights.values()), drawn, self._global_batch_size)
-        addresses = {}
+        addresses: dict[str, Iterator[Address]] = {}
+        streams = {}
         for name, before, after in zip(names, self._drawn.values(), drawn):
-            if after > before:
-                order = self._orders[name, stage.seq_len]
+            order = self._orders.get((name, stage.seq_len))
+            if after == before:
+                continue
+            if order is None:
+                streams[name] = after - before
+                addresses[name] = iter((i,) for i in range(after - before))
+            else:
                 position = order.begin() if name not in self._positions else order.carry(self._positions[name])
                 taken, self._positions[name] = order.take(position, after - before)
                 addresses[name] = iter(taken)
         self._drawn = dict(zip(names, drawn))
-        return [(names[source], next(addresses[names[source]])) for source in sources]
+        return [(names[source], next(addresses[names[source]])) for source in sources], streams
 
     def _cursor(self, stage: Stage) -> dict[str, Any]:
         return {

@@ -42,7 +42,7 @@ class BestFitRows:
     def __init__(self, view: View, seq_len: int, name: str, seed: int) -> None:
         self._view = view
         self._seq_len = seq_len
-        self._name = name
+        self.name = name
         self._seed = seed
         mean = view.n_tokens / view.n_documents
         fewest, most = WINDOW_DOCUMENTS
@@ -52,7 +52,7 @@ class BestFitRows:
         self._window = functools.lru_cache(maxsize=2)(self._pack)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return BestFitRows, (self._view, self._seq_len, self._name, self._seed)
+        return BestFitRows, (self._view, self._seq_len, self.name, self._seed)
 
     def begin(self) -> Position:
         return {"epoch": 0, "index": 0, "of": self.n_windows, "row": 0, "seq_len": self._seq_len}
@@ -85,13 +85,12 @@ class BestFitRows:
 
     def _row(self, epoch: int, window: int, index: int) -> Row:
         packed = self._window(epoch, window)
-        parts = [
-            self._view.read(start, start + length)
-            for start, length in ((int(packed.start[i]), int(packed.length[i])) for i in packed.rows[index])
-        ]
-        starts = np.cumsum([len(part) for part in parts[:-1]], dtype=np.int64)
-        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return Row(tokens, starts, f"{self._name}:{epoch}:{window}.{index}")
+        spans = [(int(packed.start[i]), int(packed.start[i] + packed.length[i])) for i in packed.rows[index]]
+        starts = np.cumsum([stop - start for start, stop in spans[:-1]], dtype=np.int64)
+        tokens = np.concatenate([self._view.read(*span) for span in spans])
+        learnt = [some for span in spans if (some := self._view.read_learnt(*span)) is not None]
+        name = f"{self.name}:{epoch}:{window}.{index}"
+        return Row(tokens, starts, name, np.concatenate(learnt) if learnt else None)
 
     @property
     def rows_per_pass(self) -> float:
@@ -109,10 +108,10 @@ class BestFitRows:
         n = self._view.n_documents
         first = window * self._documents
         places = np.arange(first, min(first + self._documents, n))
-        documents = permute(places, n, key_of("documents", self._seed, self._name, epoch))
+        documents = permute(places, n, key_of("documents", self._seed, self.name, epoch))
         start, length = cut(*self._view.spans(documents), self._seq_len)
         rows = best_fit(length, self._seq_len + 1)
-        order = permute(np.arange(len(rows)), len(rows), key_of("window", self._seed, self._name, epoch, window))
+        order = permute(np.arange(len(rows)), len(rows), key_of("window", self._seed, self.name, epoch, window))
         return Window(start, length, [rows[i] for i in order.tolist()])
 
 
@@ -131,8 +130,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity)]  # bins by the room that is left
     some = 0  # bit r is set where by_room[r] is not empty
-    longest_first: list[int] = np.argsort(-lengths, kind="stable").tolist()
-    for item in longest_first:
+    for item in map(int, np.argsort(-lengths, kind="stable")):
         length = int(lengths[item])
         fitting = some >> length
         if fitting:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.data.config import SourceConfig
-from titanlike.data.encoding import encode
+from titanlike.data.encoding import Document, Encoder
 from titanlike.data.records import Piece, list_pieces, read_pieces
 from titanlike.data.token_files import (
     FORMAT,
@@ -59,6 +59,7 @@ def prepare(
         UserError: bad input, or `out` holds something else.
     """
     tokenizer = load_tokenizer(tokenizer_name)
+    Encoder(source, tokenizer)  # its errors belong before the processes
     shards = group(list_pieces(source, shard_bytes), shard_bytes)
     plan = make_plan(source, tokenizer, shards)
     digest = hashlib.sha256(to_json(plan)).hexdigest()
@@ -86,6 +87,7 @@ def prepare(
             "vocab_size": tokenizer.vocab_size,
             "end_id": tokenizer.end_id,
             "tokenizer": tokenizer.fingerprint,
+            "learnt": source.format != "text",
             "source": source.model_dump(mode="json", exclude_defaults=True) | {"source": source.source},
             "plan": digest,
             "shards": filled,
@@ -116,6 +118,7 @@ def make_plan(source: SourceConfig, tokenizer: Tokenizer, shards: list[list[Piec
         "source": source.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
         "end_id": tokenizer.end_id,
+        "chat_template": tokenizer.chat_template if source.format == "chat" else None,
         "inputs": [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in paths],
         "shards": [len(shard) for shard in shards],
     }
@@ -146,8 +149,8 @@ def _clear(out: Path, made: list[dict[str, Any]]) -> None:
     for entry in made:
         (out / f"{entry['name']}.json").unlink()
         if not entry["documents"]:
-            for suffix in (".tokens", ".starts"):
-                (out / (entry["name"] + suffix)).unlink()
+            for suffix in (".tokens", ".starts", ".learnt"):
+                (out / (entry["name"] + suffix)).unlink(missing_ok=True)
     (out / PLAN).unlink()
 
 
@@ -225,13 +228,15 @@ def _end_with_parent() -> None:
 
 
 def _make_shard(shard: int, pieces: list[Piece]) -> None:
-    def counted() -> Iterator[list[Any]]:
-        records = read_pieces(pieces, _Worker.source.text_field)
-        for batch in encode(records, _Worker.tokenizer, _Worker.source.text_field):
+    encoder = Encoder(_Worker.source, _Worker.tokenizer)
+
+    def counted() -> Iterator[list[Document]]:
+        for batch in encoder.encode(read_pieces(pieces, _Worker.source.fields)):
             with _Worker.tokens.get_lock():
-                _Worker.tokens.value += sum(map(len, batch))
+                _Worker.tokens.value += sum(len(document.ids) for document in batch)
             yield batch
 
     path = _Worker.out / _name(shard)
-    entry = write_shard(path, counted(), token_dtype(_Worker.tokenizer.vocab_size))
+    learnt = _Worker.source.format != "text"
+    entry = write_shard(path, counted(), token_dtype(_Worker.tokenizer.vocab_size), learnt)
     write_whole(path.with_name(path.name + ".json"), to_json(entry))

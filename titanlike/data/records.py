@@ -65,11 +65,10 @@ def list_pieces(source: SourceConfig, piece_bytes: int) -> list[Piece]:
         assert source.dataset is not None
         name = (source.dataset, source.subset, source.split)
         dataset = open_dataset(*name)
-        if source.text_field not in dataset.column_names:
-            raise UserError(
-                f"the dataset {source.dataset} has no field {source.text_field!r}; its fields: "
-                f"{', '.join(dataset.column_names)}"
-            )
+        for field in source.fields:
+            if field not in dataset.column_names:
+                fields = ", ".join(dataset.column_names)
+                raise UserError(f"the dataset {source.dataset} has no field {field!r}; its fields: {fields}")
         n = len(dataset)
         mean = max(1, (dataset.data.nbytes if n else 0) // max(n, 1))
         step = max(1, min(EXAMPLES, piece_bytes // mean))
@@ -130,7 +129,7 @@ def _pieces_of_file(path: str, piece_bytes: int) -> list[Piece]:
     return [Piece("text", path, size)]
 
 
-def read_pieces(pieces: Iterable[Piece], text_field: str) -> Iterator[tuple[Piece, int, Record]]:
+def read_pieces(pieces: Iterable[Piece], fields: Sequence[str]) -> Iterator[tuple[Piece, int, Record]]:
     """The records of pieces, each with its piece and its number in it.
 
     Raises:
@@ -138,7 +137,7 @@ def read_pieces(pieces: Iterable[Piece], text_field: str) -> Iterator[tuple[Piec
     """
     for piece in pieces:
         try:
-            for number, record in _READERS[piece.form](piece, text_field):
+            for number, record in _READERS[piece.form](piece, fields):
                 yield piece, number, record
         except UnicodeDecodeError as error:
             raise UserError(f"{piece.path} is not UTF-8 text (byte {error.start})") from None
@@ -150,12 +149,12 @@ def read_pieces(pieces: Iterable[Piece], text_field: str) -> Iterator[tuple[Piec
             raise
 
 
-def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, Record]]:
+def _read_text(piece: Piece, fields: Sequence[str]) -> Iterator[tuple[int, Record]]:
     with _open(piece.path) as file:
         yield 0, file.read().decode("utf-8", errors="replace" if piece.form == "python" else "strict")
 
 
-def _read_jsonl(piece: Piece, text_field: str) -> Iterator[tuple[int, Record]]:
+def _read_jsonl(piece: Piece, fields: Sequence[str]) -> Iterator[tuple[int, Record]]:
     with _open(piece.path) as file:
         position = piece.start
         if position:  # the line that began before the piece belongs to the one before
@@ -176,10 +175,10 @@ def _read_jsonl(piece: Piece, text_field: str) -> Iterator[tuple[int, Record]]:
             position += len(line)
 
 
-def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, Record]]:
+def _read_parquet(piece: Piece, fields: Sequence[str]) -> Iterator[tuple[int, Record]]:
     file = _parquet(piece.path)
     names = file.schema_arrow.names
-    columns = [text_field] if text_field in names else names
+    columns = list(fields) if set(fields) <= set(names) else names  # all, for an error that lists them
     assert piece.stop is not None
     for group in range(piece.start, piece.stop):
         number = sum(file.metadata.row_group(before).num_rows for before in range(group))
@@ -189,9 +188,9 @@ def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, Record]]
                 number += 1
 
 
-def _read_dataset(piece: Piece, text_field: str) -> Iterator[tuple[int, Record]]:
+def _read_dataset(piece: Piece, fields: Sequence[str]) -> Iterator[tuple[int, Record]]:
     assert piece.dataset is not None and piece.stop is not None
-    dataset = open_dataset(*piece.dataset)
+    dataset = open_dataset(*piece.dataset).select_columns(list(fields))
     for start in range(piece.start, piece.stop, 256):
         columns = dataset[start : min(start + 256, piece.stop)]
         names = list(columns)
@@ -232,8 +231,9 @@ def _parquet(path: str) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def open_dataset(name: str, subset: str | None, split: str) -> Any:
-    """A map-style dataset of Hugging Face: a folder that `save_to_disk` wrote, or whatever `load_dataset` opens.
+def open_dataset(name: str, subset: str | None, split: str, streaming: bool = False) -> Any:
+    """A dataset of Hugging Face: a folder that `save_to_disk` wrote, or whatever `load_dataset` opens. Map-style, or
+    iterable with `streaming`.
 
     Raises:
         UserError: there is none of that name, subset and split, or it is not here and there is no network.
@@ -242,16 +242,25 @@ def open_dataset(name: str, subset: str | None, split: str) -> Any:
 
     datasets.disable_progress_bars()
     try:
-        if (Path(name) / "dataset_info.json").is_file() and (Path(name) / "state.json").is_file():
-            return datasets.load_from_disk(name)
-        if (Path(name) / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(name)[split]
-        return datasets.load_dataset(name, subset, split=split)
-    except KeyError:
-        raise UserError(f"the dataset {name} has no split {split!r}") from None
+        saved = _saved_dataset(name, split)
+        if saved is not None:
+            return saved.to_iterable_dataset() if streaming else saved
+        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except Exception as error:  # what the library raises has no common base
         first = str(error).strip().splitlines()
-        raise UserError(
-            f"the dataset {name}{f' ({subset})' if subset else ''}, split {split!r}, cannot be opened: "
-            f"{type(error).__name__}: {first[0] if first else 'no more is known'}"
-        ) from None
+        what = f"{type(error).__name__}: {first[0] if first else 'no more is known'}"
+        if isinstance(error, ConnectionError):
+            what = f"it is not on this machine, and the Hub can't be reached ({first[0] if first else 'no network'})"
+        subset = f" ({subset})" if subset else ""
+        raise UserError(f"the dataset {name}{subset}, split {split!r}, cannot be opened: {what}") from None
+
+
+def _saved_dataset(name: str, split: str) -> Any:
+    """What `save_to_disk` wrote into the folder `name`, or None."""
+    import datasets
+
+    if (Path(name) / "dataset_info.json").is_file() and (Path(name) / "state.json").is_file():
+        return datasets.load_from_disk(name)
+    if (Path(name) / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(name)[split]
+    return None

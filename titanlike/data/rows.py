@@ -46,18 +46,17 @@ class RowOrder(Protocol):
         ...
 
 
-class ConcatRows:
-    """The documents as one text, cut every `seq_len` tokens. Row i has the tokens [i * seq_len, (i + 1) * seq_len], so
-    that every token but the very first is a label exactly once; the last row may be shorter."""
+class ShuffledRows:
+    """Rows that have numbers, in an order that a keyed permutation makes for each pass."""
 
-    def __init__(self, view: View, seq_len: int, name: str, seed: int, *, find_starts: bool) -> None:
-        """`find_starts`: rows shall say where documents start in them."""
-        self.n_rows = -(-(view.n_tokens - 1) // seq_len)
-        self._view = view
-        self._seq_len = seq_len
-        self._name = name
+    def __init__(self, n_rows: int, name: str, seed: int) -> None:
+        self.n_rows = n_rows
+        self.name = name
         self._seed = seed
-        self._find_starts = find_starts
+
+    def row(self, number: int, sample_id: str) -> Row:
+        """Row `number` of `n_rows`."""
+        raise NotImplementedError
 
     def begin(self) -> Position:
         return self._position(0)
@@ -73,25 +72,37 @@ class ConcatRows:
         return [divmod(i, self.n_rows) for i in range(first, first + count)], self._position(first + count)
 
     def read(self, addresses: Sequence[Address]) -> list[Row]:
-        """A sample id is source:epoch:number of the row in the text."""
+        """A sample id is source:epoch:number of the row."""
         epochs = np.array([epoch for epoch, _ in addresses])
         numbers = np.array([index for _, index in addresses])
         for epoch in np.unique(epochs):
-            key = key_of("order", self._seed, self._name, int(epoch))
+            key = key_of("order", self._seed, self.name, int(epoch))
             chosen = epochs == epoch
             numbers[chosen] = permute(numbers[chosen], self.n_rows, key)
-        return [self._row(number, f"{self._name}:{epoch}:{number}") for epoch, number in zip(epochs, numbers.tolist())]
+        return [self.row(number, f"{self.name}:{epoch}:{number}") for epoch, number in zip(epochs, numbers.tolist())]
 
     @property
     def rows_per_pass(self) -> float:
         return self.n_rows
 
-    def _row(self, number: int, sample_id: str) -> Row:
-        start = number * self._seq_len
-        stop = min(start + self._seq_len + 1, self._view.n_tokens)
-        starts = self._view.starts_in(start, stop) - start if self._find_starts else None
-        return Row(self._view.read(start, stop), starts, sample_id)
-
     def _position(self, rows: int) -> Position:
         epoch, index = divmod(rows, self.n_rows)
         return {"epoch": epoch, "index": index, "of": self.n_rows}
+
+
+class ConcatRows(ShuffledRows):
+    """The documents as one text, cut every `seq_len` tokens. Row i has the tokens [i * seq_len, (i + 1) * seq_len], so
+    that every token but the very first is a label exactly once; the last row may be shorter."""
+
+    def __init__(self, view: View, seq_len: int, name: str, seed: int, *, find_starts: bool) -> None:
+        """`find_starts`: rows shall say where documents start in them."""
+        super().__init__(-(-(view.n_tokens - 1) // seq_len), name, seed)
+        self._view = view
+        self._seq_len = seq_len
+        self._find_starts = find_starts
+
+    def row(self, number: int, sample_id: str) -> Row:
+        start = number * self._seq_len
+        stop = min(start + self._seq_len + 1, self._view.n_tokens)
+        starts = self._view.starts_in(start, stop) - start if self._find_starts else None
+        return Row(self._view.read(start, stop), starts, sample_id, self._view.read_learnt(start, stop))

@@ -31,6 +31,11 @@ class Shard(Protocol):
         ...
 
     @property
+    def learnt(self) -> np.ndarray | None:
+        """Which tokens are labels, bool [tokens]; None: all."""
+        ...
+
+    @property
     def n_tokens(self) -> int: ...
 
     @property
@@ -42,6 +47,7 @@ class ArrayShard(NamedTuple):
 
     tokens: np.ndarray
     starts: np.ndarray
+    learnt: np.ndarray | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -62,6 +68,7 @@ class TokenStore:
         self._first_document = np.cumsum([0, *(shard.n_documents for shard in shards)], dtype=np.int64)
         self.n_tokens = int(self._first_position[-1])
         self.n_documents = int(self._first_document[-1])
+        self.has_learnt = any(shard.learnt is not None for shard in shards)
 
     def digest(self) -> str:
         """A string that is equal for equal documents. Reads all of them."""
@@ -69,17 +76,32 @@ class TokenStore:
         for shard in self._shards:
             digest.update(np.ascontiguousarray(shard.tokens).data)
             digest.update(np.ascontiguousarray(shard.starts).data)
+            if shard.learnt is not None:
+                digest.update(np.ascontiguousarray(shard.learnt).data)
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens at positions [start, stop)."""
-        shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
+        parts = [self._shards[i].tokens[low:high] for i, low, high in self._parts(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def read_learnt(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens at positions [start, stop) are labels, bool; None if all of the store are."""
+        if not self.has_learnt:
+            return None
         parts = []
+        for i, low, high in self._parts(start, stop):
+            learnt = self._shards[i].learnt
+            parts.append(np.ones(high - low, dtype=bool) if learnt is None else learnt[low:high])
+        return np.concatenate(parts)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, start, stop in the shard) of each shard that [start, stop) touches."""
+        shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
         while start < stop:
             first, end = int(self._first_position[shard]), int(self._first_position[shard + 1])
-            parts.append(self._shards[shard].tokens[start - first : min(stop, end) - first])
+            yield shard, start - first, min(stop, end) - first
             start, shard = end, shard + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def document_at(self, position: int) -> int:
         """The number of the document that has the token at `position`; n_documents at the end."""
@@ -132,6 +154,12 @@ class View:
         """The tokens at the view's positions [start, stop)."""
         parts = [self.store.read(low, high) for low, high, _ in self._pieces(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def read_learnt(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens at the view's positions [start, stop) are labels, bool; None if all of the store are."""
+        parts = [self.store.read_learnt(low, high) for low, high, _ in self._pieces(start, stop)]
+        found = [part for part in parts if part is not None]  # all or none are
+        return np.concatenate(found) if found else None
 
     def starts_in(self, start: int, stop: int) -> np.ndarray:
         """The view's positions in (start, stop) at which documents start, ascending, int64."""

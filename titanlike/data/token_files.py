@@ -3,6 +3,7 @@
     metadata.json           format, dtype, counts, tokenizer, source, the shards
     shard-00000.tokens      token ids, little-endian uint16 or uint32, documents one after the other, end token included
     shard-00000.starts      where each document starts within the shard, and the number of tokens: int64 [documents + 1]
+    shard-00000.learnt      which tokens are labels, a byte each, 0 or 1; only of completions and chats
     tokenizer.json          a copy of the tokenizer, unless it is "bytes"
 
 The bytes of all files are a function of the input, the tokenizer and the size of the shards.
@@ -10,6 +11,7 @@ The bytes of all files are a function of the input, the tokenizer and the size o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import mmap
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlike.data.encoding import Document
 from titanlike.errors import UserError
 from titanlike.tokenizer import Tokenizer, token_dtype
 
@@ -30,12 +33,13 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 class FileShard:
     """A shard on disk. It is mapped when it is first read, and crosses to another process as its path."""
 
-    def __init__(self, path: str, dtype: str, n_tokens: int, n_documents: int) -> None:
+    def __init__(self, path: str, dtype: str, n_tokens: int, n_documents: int, has_learnt: bool) -> None:
         self.path = path
         """without the suffix"""
         self.dtype = dtype
         self.n_tokens = n_tokens
         self.n_documents = n_documents
+        self._has_learnt = has_learnt
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
@@ -45,8 +49,12 @@ class FileShard:
     def starts(self) -> np.ndarray:
         return _map(self.path + ".starts", np.dtype("<i8"))
 
+    @functools.cached_property
+    def learnt(self) -> np.ndarray | None:
+        return _map(self.path + ".learnt", np.dtype(bool)) if self._has_learnt else None
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileShard, (self.path, self.dtype, self.n_tokens, self.n_documents)
+        return FileShard, (self.path, self.dtype, self.n_tokens, self.n_documents, self._has_learnt)
 
 
 def _map(path: str, dtype: np.dtype[Any]) -> np.ndarray:
@@ -56,25 +64,31 @@ def _map(path: str, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def write_shard(
-    path: Path, batches: Iterable[list[np.ndarray]], dtype: type[np.unsignedinteger[Any]]
+    path: Path, batches: Iterable[list[Document]], dtype: type[np.unsignedinteger[Any]], has_learnt: bool
 ) -> dict[str, Any]:
-    """Write the documents to `path` + .tokens and .starts; they appear when they are whole.
+    """Write the documents to `path` + .tokens, .starts and, with `has_learnt`, .learnt; they appear when they are
+    whole.
 
     Returns what metadata.json says of a shard: name, tokens, documents, largest id.
     """
     lengths = [np.zeros(1, dtype=np.int64)]
     largest = -1
-    temporary = path.with_name(path.name + ".tokens.tmp")
-    with temporary.open("wb") as file:
+    with contextlib.ExitStack() as stack:
+        suffixes = (".tokens", ".learnt") if has_learnt else (".tokens",)
+        files = [stack.enter_context(path.with_name(f"{path.name}{s}.tmp").open("wb")) for s in suffixes]
         for batch in batches:
-            if batch:
-                ids = np.concatenate(batch).astype(np.dtype(dtype).newbyteorder("<"), copy=False)
-                largest = max(largest, int(ids.max()))
-                file.write(ids.tobytes())
-                lengths.append(np.array([len(document) for document in batch], dtype=np.int64))
+            if not batch:
+                continue
+            ids = np.concatenate([document.ids for document in batch])
+            largest = max(largest, int(ids.max()))
+            files[0].write(ids.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes())
+            if has_learnt:
+                files[1].write(np.concatenate([document.all_learnt() for document in batch]).tobytes())
+            lengths.append(np.array([len(document.ids) for document in batch], dtype=np.int64))
     starts = np.cumsum(np.concatenate(lengths))
     write_whole(path.with_name(path.name + ".starts"), starts.astype("<i8").tobytes())
-    temporary.replace(path.with_name(path.name + ".tokens"))
+    for suffix in suffixes:
+        path.with_name(f"{path.name}{suffix}.tmp").replace(path.with_name(path.name + suffix))
     return {"name": path.name, "tokens": int(starts[-1]), "documents": len(starts) - 1, "largest_id": largest}
 
 
@@ -113,11 +127,13 @@ def open_shards(folder: str, tokenizer: Tokenizer, tokenizer_name: str) -> list[
         path = str(Path(folder) / entry["name"])
         _check_size(f"{path}.tokens", entry["tokens"], DTYPES[dtype].itemsize, f"tokens of {dtype}")
         _check_size(f"{path}.starts", entry["documents"] + 1, 8, "int64 starts of documents")
+        if metadata["learnt"]:
+            _check_size(f"{path}.learnt", entry["tokens"], 1, "bytes")
         if entry["largest_id"] >= tokenizer.vocab_size:
             raise UserError(
                 f"{path}.tokens has the id {entry['largest_id']}, and the vocabulary has {tokenizer.vocab_size} ids"
             )
-        shards.append(FileShard(path, dtype, entry["tokens"], entry["documents"]))
+        shards.append(FileShard(path, dtype, entry["tokens"], entry["documents"], metadata["learnt"]))
     for shard in shards:
         if int(shard.starts[-1]) != shard.n_tokens:
             raise UserError(f"{shard.path}.starts does not belong to {shard.path}.tokens: prepare the data again")

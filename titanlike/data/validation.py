@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from titanlike.data.batch import IGNORE, Batch, collate
-from titanlike.data.rows import Address, RowOrder
+from titanlike.data.batch import IGNORE, Batch, Row, collate
+from titanlike.data.rows import Address, Position, RowOrder
 
 CHUNK = 256  # rows of a pass that are listed at a time
 
@@ -50,6 +50,31 @@ class ValidationSet:
     def _batch(self, first: int, rows: int) -> Batch:
         read = self._rows.read(self._addresses[first : first + rows])
         return collate([*read, *[None] * (rows - len(read))], self._seq_len, {}, self._document_mask)
+
+
+class ListedRows:
+    """Rows that are at hand, as an order of one pass."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+
+    def begin(self) -> Position:
+        return {"epoch": 0, "index": 0, "of": len(self._rows)}
+
+    def carry(self, position: Position) -> Position:
+        return position
+
+    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+        stop = min(position["index"] + count, len(self._rows))
+        taken: list[Address] = [(0, i) for i in range(position["index"], stop)]
+        return taken, {"epoch": int(stop == len(self._rows)), "index": stop, "of": len(self._rows)}
+
+    def read(self, addresses: Sequence[Address]) -> list[Row]:
+        return [self._rows[i] for _, i in addresses]
+
+    @property
+    def rows_per_pass(self) -> float:
+        return len(self._rows)
 
 
 def unigram_entropy(counts: np.ndarray) -> float:

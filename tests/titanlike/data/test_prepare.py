@@ -19,7 +19,7 @@ import pytest
 from titanlike.data.config import SourceConfig
 from titanlike.data.prepare import prepare
 from titanlike.data.records import list_pieces, read_pieces
-from titanlike.data.sources import open_source
+from titanlike.data.store import TokenStore
 from titanlike.data.token_files import open_shards
 from titanlike.errors import UserError
 from titanlike.tokenizer import ByteTokenizer, load_tokenizer
@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def texts(folder: Path, tokenizer: Any, name: str) -> list[str]:
-    store = open_source(SourceConfig(source="tokens", paths=[str(folder)]), tokenizer, name).store
+    store = TokenStore(open_shards(str(folder), tokenizer, name))
     starts, stops = store.spans(np.arange(store.n_documents))
     documents = [store.read(start, stop).tolist() for start, stop in zip(starts, stops)]
     assert all(document[-1] == tokenizer.end_id for document in documents)
@@ -122,7 +122,7 @@ def test_every_form_of_input_gives_its_documents_in_order(tmp_path: Path, bpe: P
     tokenizer = load_tokenizer(str(bpe))
     for name, source in sources.items():
         # Pieces much smaller than a file, so that lines and row groups are cut.
-        records = [record for _, _, record in read_pieces(list_pieces(source, 997), "content")]
+        records = [record for _, _, record in read_pieces(list_pieces(source, 997), ["content"])]
         assert [r if isinstance(r, str) else r["content"] for r in records] == documents, name
     for name in ("a.jsonl", "saved"):
         out = tmp_path / ("tokens-" + name)
@@ -147,7 +147,7 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
     source = SourceConfig(source="text", paths=[str(tmp_path / "t.txt")])
     metadata = prepare(source, name, tmp_path / "out", workers=1, shard_bytes=1000)
     assert (metadata["dtype"], metadata["vocab_size"]) == ("uint32", 70_001)
-    store = open_source(SourceConfig(source="tokens", paths=[str(tmp_path / "out")]), load_tokenizer(name), name).store
+    store = TokenStore(open_shards(str(tmp_path / "out"), load_tokenizer(name), name))
     assert store.read(0, store.n_tokens).tolist() == [1, 70_000, 70_000, 1, 0]
 
 
@@ -240,7 +240,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     ):
         source = SourceConfig(source="text", paths=[str(tmp_path / name)])
         with pytest.raises(UserError, match=words):
-            list(read_pieces(list_pieces(source, 2**20), "text"))
+            list(read_pieces(list_pieces(source, 2**20), ["text"]))
 
 
 def test_the_script_says_a_mistake_in_one_line(tmp_path: Path) -> None:
