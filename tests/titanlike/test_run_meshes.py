@@ -49,7 +49,7 @@ def test_two_ranks_write_the_columns_of_one(tmp_path: Path, dtype: str, relative
     [pytest.param(name, marks=() if name == "interleaved_1f1b" else pytest.mark.slow) for name in SCHEDULES],
 )
 def test_eight_ranks_write_the_columns_of_one(tmp_path: Path, one_rank: tuple[Path, list[int]], schedule: str) -> None:
-    """Symptom (TT #596, #2972): with a pipeline the norm or the gradients have another scale; validation loss as well."""
+    """Symptom (TT #596, #2972): with a pipeline the norm, the gradients or the validation loss have another scale."""
     mesh = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.schedule": schedule}
     seen = run_on(8, tmp_path / "run", **LONG, **mesh)
     reference, text = one_rank

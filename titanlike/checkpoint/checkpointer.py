@@ -231,15 +231,18 @@ class Checkpointer:
 
     # Loading
 
-    def load(self, tensors: dict[str, Shard]) -> Loaded | None:
+    def load(
+        self, tensors: dict[str, Shard], check: Callable[[Path, dict[str, Any]], None] | None = None
+    ) -> Loaded | None:
         """Fill `tensors` in place from `load_step` or the newest good checkpoint; None if the run folder has none.
 
         Rank 0 decides which one, all follow. What was read is proved by the digest that was stored at the save. A
         damaged checkpoint is named, and the one before it taken (`on_corrupt`). Raises CheckpointError on all ranks: no
-        such step, none good, or one that doesn't fit the run.
+        such step, none good, or one that doesn't fit the run. `check` gets the folder and the `meta` before any tensor
+        is touched, and may raise too.
         """
         self.wait()
-        found = load_newest(self.config, self.root, tensors, self.group, self.say)
+        found = load_newest(self.config, self.root, tensors, self.group, self.say, check)
         if found is None:
             return None
         where, step, digest, meta = found

@@ -20,10 +20,16 @@ from titanlike.checkpoint.state_digest import StateDigest
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
+Check = Callable[[Path, dict[str, Any]], None]
 
 
 def load_newest(
-    config: CheckpointConfig, root: Path, tensors: dict[str, Shard], group: Group, say: Callable[[str], None]
+    config: CheckpointConfig,
+    root: Path,
+    tensors: dict[str, Shard],
+    group: Group,
+    say: Callable[[str], None],
+    check: Check | None = None,
 ) -> tuple[Path, int, str, dict[str, Any]] | None:
     """See `Checkpointer.load`. Returns (folder, step, digest, meta)."""
     candidates: list[Found] = from_rank_0(lambda: _candidates(config, root), group)
@@ -32,7 +38,7 @@ def load_newest(
         try:
             if item.manifest is None:
                 raise DamagedCheckpoint(item.problem)
-            meta = load_folder(item.folder, item.manifest, tensors, group)
+            meta = load_folder(item.folder, item.manifest, tensors, group, check=check)
         except DamagedCheckpoint as damage:
             problems.append(str(damage))
             if config.load_step is not None or config.on_corrupt == "error":
@@ -57,9 +63,16 @@ def _candidates(config: CheckpointConfig, root: Path) -> list[Found]:
 
 
 def load_folder(
-    folder: Path, found: Manifest, tensors: dict[str, Shard], group: Group, partial: bool = False
+    folder: Path,
+    found: Manifest,
+    tensors: dict[str, Shard],
+    group: Group,
+    partial: bool = False,
+    check: Check | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` from one checkpoint and return its state.json. All ranks together; errors reach all of them.
+
+    `check` gets the folder and state.json before any tensor is touched, and may raise.
 
     All of the state is proved by its digest, on the way. With `partial` only some tensors are wanted, maybe in another
     dtype: no digest can tell, so the checksums of the files are compared first.
@@ -71,6 +84,8 @@ def load_folder(
         return TensorIndex(folder, found), manifest.read_listed_json(folder, found, manifest.STATE)
 
     index, state = together(read_index, group)
+    if check is not None:
+        together(lambda: check(folder, state), group)
     if partial:
         verify_files(folder, found, group)
     planner = ShardLoadPlanner(folder, partial)
