@@ -74,7 +74,13 @@ def load(order: GlobalOrder, reader: Reader, *, workers: int, prefetch: int, pin
             pin_memory=pin_memory,
             snapshot_every_n_steps=2**62,  # the cursor is in the batch: no worker's state is needed
         )
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+        batches = iter(loader)
+    try:
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+    finally:
+        # Workers end with their iterator. An error's traceback would keep it until the garbage collector breaks the
+        # cycle, and then they no longer hear that they shall end, and hold up the rank for five seconds.
+        del batches, loader
