@@ -54,6 +54,10 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to compute on; auto takes the accelerator if there is one."""
 
+    hooks: list[str] = Field([])
+    """Classes with code of your own that is called at fixed points of the run (docs/hooks.md), as import paths:
+    package.module:Class."""
+
 
 class ModelConfig(Section, extra="allow"):
     """The model: an architecture, and its sizes or a preset."""

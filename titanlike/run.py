@@ -31,6 +31,7 @@ from titanlike.checkpoint.loading import together
 from titanlike.config import Config, write_resolved
 from titanlike.data import open_data
 from titanlike.errors import NonFinite, UserError, file_errors
+from titanlike.hooks import Hooks
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
 from titanlike.metrics import Metrics
 from titanlike.metrics.flops import (
@@ -45,7 +46,7 @@ from titanlike.metrics.tables import BatchFacts, MemoryFacts, ModelFacts, Pipeli
 from titanlike.metrics.throughput import Throughput
 from titanlike.metrics.timers import Timers
 from titanlike.sample import sample
-from titanlike.trainer import Trainer
+from titanlike.trainer import StepResult, Trainer
 
 SAMPLE_TOKENS = 200
 
@@ -61,6 +62,7 @@ def train(config: Config) -> None:
     config.validate_for(world)
     dp = config.resolved_dp(world)
     check_run_dir(config)
+    hooks = Hooks(config)
     rank = int(os.environ.get("RANK", "0"))
     data = open_data(config, rank // config.mesh.tp % dp, dp)
     config.model_config_for(data.tokenizer.vocab_size)  # its errors belong before the process group too
@@ -74,7 +76,7 @@ def train(config: Config) -> None:
         with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
             metrics.tables(tables(config, trainer, data))
             checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
-            Run(config, trainer, data, metrics, checkpointer).loop()
+            Run(config, trainer, data, metrics, checkpointer, hooks).loop()
             checkpointer.close()
     finally:
         stop.restore()  # from here on a signal ends the process, also one that waits to print its error
@@ -98,7 +100,13 @@ class Run:
     """The loop and what it carries from step to step."""
 
     def __init__(
-        self, config: Config, trainer: Trainer, data: Any, metrics: Metrics, checkpointer: Checkpointer
+        self,
+        config: Config,
+        trainer: Trainer,
+        data: Any,
+        metrics: Metrics,
+        checkpointer: Checkpointer,
+        hooks: Hooks,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -106,6 +114,7 @@ class Run:
         self.data = data
         self.metrics = metrics
         self.checkpointer = checkpointer
+        self.hooks = hooks
         self.cursor: dict[str, Any] | None = None
         self.tokens = 0
         self.last_val_loss = self.best_val_loss = math.inf
@@ -118,6 +127,7 @@ class Run:
         """Resume if there is something to resume, then take steps until the last one or until asked to stop."""
         config, trainer, metrics = self.config, self.trainer, self.metrics
         trainer.timers = self.timers
+        trainer.before_update = self.before_update
         self.start()
         steps = config.train.steps
         if trainer.step_count >= steps:
@@ -128,13 +138,15 @@ class Run:
             return
         if trainer.step_count == 0 and self.checkpointer.decide(0).save:
             self.save()
+        self.hooks("on_start", self)
         batches = self.data.train_batches(self.cursor)
         self.timers.start()
         while trainer.step_count < steps:
             step = trainer.step_count + 1
             with self.timers.phase("data"):
                 batch = next(batches)
-            self.seed_step(step)  # after the loader, which draws a number when it starts
+            self.hooks("before_step", self, step, batch)
+            self.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
             result = trainer.train_step(batch)
             self.cursor = batch.cursor
             self.tokens += config.train.global_batch_size * batch.tokens.shape[1]
@@ -153,6 +165,7 @@ class Run:
             values |= memory_over_ranks(self.mesh.device, None if dist.get_world_size() == 1 else dist.group.WORLD)
             times = self.timers.end_step()
             values |= times | self.throughput.values(times.get("step_time_s", 0.0))
+            self.hooks("after_step", self, step, values)
             # Logged before it is saved: a run that dies in between logs the step again, rather than never. So the time
             # of a save is part of the next step's.
             self.log(step, values)
@@ -167,6 +180,12 @@ class Run:
                 break
         if trainer.step_count >= steps:
             self.finish()
+        self.hooks("on_end", self)
+
+    def before_update(self, result: StepResult) -> bool:
+        """What the trainer asks when the gradients are reduced: whether to update the weights."""
+        self.hooks("before_optimizer", self, self.trainer.step_count + 1, result)
+        return True
 
     def seed_step(self, step: int) -> None:
         """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
@@ -212,7 +231,9 @@ class Run:
                 values[f"val_loss/{name}"] = loss
         self.last_val_loss = total / max(tokens, 1)
         self.best_val_loss = min(self.best_val_loss, self.last_val_loss)
-        return {"val_loss": self.last_val_loss} | (values if len(values) > 1 else {})
+        values = {"val_loss": self.last_val_loss} | (values if len(values) > 1 else {})
+        self.hooks("on_validation", self, self.trainer.step_count, values)
+        return values
 
     def finish(self) -> None:
         """What is said at the end: validation loss beside its yardstick, and a few lines of text."""
@@ -255,7 +276,9 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the state after the last step."""
         step = self.trainer.step_count
-        stall = self.checkpointer.save(step, self.tensors(), self.meta())
+        meta = self.meta()
+        self.hooks("on_save", self, step, meta)
+        stall = self.checkpointer.save(step, self.tensors(), meta)
         self.metrics.event("checkpoint", step, checkpoint_stall_s=stall)
 
     def start(self) -> None:
@@ -265,8 +288,6 @@ class Run:
         if loaded is not None:
             changes = self.resume(loaded)
         elif self.config.checkpoint.init_from is not None:
-            self.init_from(self.config.checkpoint.init_from)
-        if loaded is None and self.config.checkpoint.init_from is not None:
             self.start_from_weights(self.config.checkpoint.init_from)
         self.checkpointer.prepare(self.tensors())
 
@@ -282,13 +303,6 @@ class Run:
                     )
 
         together(write, dist.group.WORLD)  # rank 0 writes, and its error should be everyone's
-
-    def init_from(self, path: str) -> None:
-        """Start from the weights of something else, with a fresh optimizer."""
-        model = dataclasses.asdict(self.trainer.built.plain.config)
-        for line in self.checkpointer.load_weights(path, self.tensors(), model):
-            self.metrics.message(line)
-        self.trainer.zero.gather()
 
     def check_fits(self, folder: Path, meta: dict[str, Any]) -> None:
         """Raise UserError for a checkpoint that this run cannot go on from, whatever the shapes of its tensors."""

@@ -40,6 +40,8 @@ class StepResult:
     """learning rate of this step, before the groups' own scale"""
     tokens: Tensor
     """valid labels in the global batch, float64"""
+    updated: bool = True
+    """whether the weights were updated; otherwise the whole state is as before the step"""
 
 
 class Trainer:
@@ -55,6 +57,9 @@ class Trainer:
         self.accumulation = config.accumulation(mesh.dp)
         self.step_count = 0
         """optimizer steps taken"""
+        self.before_update: Callable[[StepResult], bool] | None = None
+        """called by train_step on all ranks when the gradients are reduced and nothing is touched yet; False leaves the
+        update out"""
         self.timers = Timers(mesh.device.type)
         self._schedules: dict[int, Any] = {}
 
@@ -63,8 +68,8 @@ class Trainer:
     def train_step(self, batch: Any) -> StepResult:
         """Take one optimizer step on this dp coordinate's rows of a global batch (titanlike.data.Batch).
 
-        If the loss or the gradient norm is not finite, the state is not to be kept: the caller has to look. On CPU the
-        update is then left out, and weights, moments and step_count stay as they were.
+        If the loss or the gradient norm is not finite, the state is not to be kept: the caller has to look. On CPU, or
+        if `before_update` says so, the update is left out, and weights, moments and step_count stay as they were.
         """
         with self.timers.phase("forward_backward"):
             loss_sum = self.forward_backward(batch)
@@ -81,9 +86,10 @@ class Trainer:
         if limit > 0:
             factor = factor * (limit / (grad_norm + 1e-6)).clamp(max=1)
         result = StepResult(totals[0] / count, grad_norm, lr, totals[1])
+        allowed = self.before_update is None or self.before_update(result)
         # On an accelerator the look would make the host wait for the whole backward before it can queue the update.
-        if self.mesh.device.type == "cpu" and not totals.isfinite().all():
-            return result
+        if not allowed or (self.mesh.device.type == "cpu" and not totals.isfinite().all()):
+            return dataclasses.replace(result, updated=False)
         with self.timers.phase("optimizer"):
             self.zero.step(factor, lr)
         with self.timers.phase("param_gather"):
