@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from titanlike.config import Config, load_config
+from titanlike.errors import UserError
 from titanlike.loss import IGNORE
 from titanlike.verify import verify
+from titanlike.verify.launch import RankFailed, Ranks
 from titanlike.verify.report import Report, describe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -70,6 +79,18 @@ def gradients_divided_by_the_local_count(trainer: Any) -> None:
         return values
 
     trainer.global_totals = local
+
+
+def gradients_of_local_means(trainer: Any) -> None:
+    """The loss is right, but its gradient is that of the microbatch's mean."""
+
+    def loss(head: Any, x: Any, labels: Any, sum_of: Any) -> Any:
+        value = sum_of(head, x, labels)
+        mean = value / (labels != IGNORE).sum()
+        return value.detach() + mean - mean.detach()
+
+    for stage in trainer.built.stages:
+        stage.loss = partial(loss, sum_of=stage.loss)
 
 
 def dp_not_reduced(trainer: Any) -> None:
@@ -150,11 +171,6 @@ def not_a_number(trainer: Any) -> None:
 def raises_on_rank_1(trainer: Any) -> None:
     if trainer.mesh.rank == 1:
         raise OSError("the disk of rank 1 is full")
-
-
-def hangs_on_rank_1(trainer: Any) -> None:
-    if trainer.mesh.rank == 1:
-        time.sleep(600)
 
 
 # The same run passes.
@@ -274,6 +290,14 @@ def test_a_tied_weight_that_is_not_synchronised_is_named() -> None:
             None,
             ["only 0.75 of the microbatches: number 2 of 4 on each rank is lost", "differs on all"],
         ),
+        (
+            gradients_of_local_means,
+            {"mesh__dp": 2},
+            "gradients",
+            "tok_embeddings.weight",
+            None,
+            ["each microbatch is normalised by its own token count, and then by the global count too"],
+        ),
         (dp_not_reduced, {"mesh__dp": 2}, "gradients", "tok_embeddings.weight", None, ["not added up over dp"]),
         (
             learning_rate_halved,
@@ -296,3 +320,242 @@ def test_more_faults_are_named(
     assert ratio is None or got[2] == pytest.approx(ratio)
     for sentence in sentences:
         assert sentence in got[3]
+
+
+# Nothing is left behind, and whatever goes wrong is said.
+
+
+def test_a_rank_that_raises_is_quoted() -> None:
+    """Symptom: an error on one rank hangs the others, or only a lost connection is reported."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 failed.*OSError: the disk of rank 1 is full"):
+        verify(config(mesh__dp=2), plant=raises_on_rank_1)
+    assert time.monotonic() - began < 120
+
+
+def hang(seconds: float) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+
+
+def test_a_rank_that_hangs_is_told_with_its_stack() -> None:
+    """Symptom: a mesh that locks up makes the tool that should say so wait for ever."""
+    with (
+        pytest.raises(RankFailed, match=r"(?s)^rank 1 of 2 not done in 5 s.*test_verify.py.* in hang"),
+        Ranks(2, hang, 600.0) as ranks,
+    ):
+        ranks.results(5.0)
+    assert not any(process.is_alive() for process in ranks.processes)
+
+
+def test_results_come_by_rank() -> None:
+    """Symptom: coordinates are mixed up."""
+    with Ranks(3, dist.get_rank) as ranks:
+        assert ranks.results(60.0) == [0, 1, 2]
+
+
+def marked(mark: str) -> list[int]:
+    """The live processes that a command with VERIFY_MARK in its environment started, itself included."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"VERIFY_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_no_rank_outlives_the_command(number: int) -> None:
+    """Symptom: after Ctrl-C, or when the command is killed, ranks go on and keep the machine busy."""
+    mark = f"{os.getpid()}-{number}"
+    command = [sys.executable, "scripts/verify.py", "--config", "configs/debug.toml", "--mesh.dp", "2"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"VERIFY_MARK": mark}, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(marked(mark)) < 5 and time.monotonic() < deadline:  # command, two helpers of Python, two ranks
+            assert process.poll() is None, "done before it could be interrupted"
+            time.sleep(0.02)
+        process.send_signal(number)
+        code = process.wait(30)
+        assert code == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert marked(mark) == []
+        if number == signal.SIGINT:
+            assert process.stderr is not None
+            assert process.stderr.read().decode().strip() == "interrupted; the ranks are ended"
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """scripts/verify.py without a launcher."""
+    command = [sys.executable, "scripts/verify.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_prints_json_for_machines() -> None:
+    """Symptom: what ranks print, or a table, is between the braces."""
+    done = run_script("--config", "configs/debug.toml", "--json", "--mesh.dp", "2")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["same"] is True and told["mesh"] == {"pp": 1, "dp": 2, "tp": 1} and told["first_difference"] is None
+    assert {check["step"] for check in told["checks"]} == {0, 1, 2, 3}
+    assert all(check["max_abs_error"] < 1e-10 for check in told["checks"])
+
+
+def test_a_config_that_cannot_run_is_one_sentence() -> None:
+    """Symptom: a mesh that does not fit is found by a traceback on each rank."""
+    done = run_script("--config", "configs/debug.toml", "--mesh.tp", "4")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: model.n_heads (6) must be a multiple of mesh.tp (4)\n"
+
+
+def test_a_difference_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Symptom: a script that runs verify goes on although the mesh is another run."""
+    import runpy
+
+    import titanlike.verify
+
+    report = verify(config(mesh__pp=2), plant=stage_1_doubled)
+    monkeypatch.setattr(titanlike.verify, "verify", lambda *_: report)
+    threads = torch.get_num_threads()
+    for arguments in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["verify.py", "--mesh.pp", "2", *arguments])
+        assert runpy.run_path(str(ROOT / "scripts/verify.py"), run_name="imported")["main"]() == 1
+    torch.set_num_threads(threads)
+    text, _, rest = capsys.readouterr().out.partition("\nNot the same run.")
+    assert "first difference: gradients in step 1: layers.1.attention_norm.weight\n" in text
+    assert "ratio: 2x" in text
+    told = json.loads(rest[rest.index("{") :])
+    assert told["first_difference"]["tensor"] == "layers.1.attention_norm.weight"
+    assert told["first_difference"]["ratio"] == pytest.approx(2.0)
+
+
+# What the small config keeps.
+
+
+@pytest.mark.parametrize("preset", ["debug", "26m", "1b", "3b", "8b", "70b"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_the_small_model_is_cut_over_tp_as_the_users(preset: str, tp: int) -> None:
+    """Symptom: verify passes, and the run fails where a size does not divide."""
+    from titanlike.verify.shrink import shrink
+
+    loaded = load_config(None, {"model.preset": preset, "mesh.tp": tp, "mesh.dp": 1, "train.seq_len": 512})
+    try:
+        loaded.validate_for(tp)
+    except UserError:
+        return
+    small = shrink(loaded, 1000)
+    before, after = loaded.model, small.config.model
+    assert after.n_heads // after.n_kv_heads == before.n_heads // before.n_kv_heads
+    assert (after.n_kv_heads >= tp) == (before.n_kv_heads >= tp)
+    assert small.vocab_size % tp == 1000 % tp
+    assert after.ffn_dim % tp == before.ffn_dim % tp
+    assert after.tie_embeddings == before.tie_embeddings and after.rope_scaling == before.rope_scaling
+    assert after.dim <= before.dim and after.n_layers <= 4 and after.dim <= 600
+    assert small.config.train.seq_len <= 32
+    assert small.config.model_config_for(small.vocab_size).vocab_size == small.vocab_size
+
+
+@pytest.mark.parametrize(
+    "schedule", ["afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+)
+@pytest.mark.parametrize(("pp", "layers", "microbatches"), [(2, 32, 64), (2, 5, 4), (4, 33, 8), (4, 16, 64), (2, 4, 2)])
+def test_the_small_pipeline_has_the_users_stages(schedule: str, pp: int, layers: int, microbatches: int) -> None:
+    """Symptom: verify runs a schedule with too few microbatches for it, or with stages that are all alike."""
+    from titanlike.verify.shrink import shrink
+
+    batch = {"train.global_batch_size": 2 * microbatches, "mesh.dp": 2, "mesh.pp": pp}
+    loaded = load_config(None, batch | {"model.n_layers": layers, "pipeline.schedule": schedule})
+    try:
+        loaded.validate_for(2 * pp)
+    except UserError:
+        return
+    small = shrink(loaded, 257).config
+    stages, own, few = loaded.n_stages, loaded.accumulation(2), small.accumulation(2)
+    assert small.n_stages == stages
+    assert (small.model.n_layers % stages == 0) == (layers % stages == 0)
+    assert (few > stages, few == stages) == (own > stages, own == stages)
+    assert few <= own and few <= 2 * stages + 1
+
+
+def test_sizes_that_do_not_fit_are_the_architectures_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a model with sizes of its own cannot be verified. Its tables module can say how to make it small."""
+    import parallelize.llama
+    from titanlike.verify.shrink import shrink
+
+    loaded = config(mesh__tp=2, mesh__dp=1)
+    assert shrink(loaded, 257).config.model.ffn_dim == 24
+    monkeypatch.setattr(
+        parallelize.llama, "shrink", lambda model, tp: {"ffn_dim": model["ffn_dim"] + 8 * tp}, raising=False
+    )
+    assert shrink(loaded, 257).config.model.ffn_dim == 40
+    monkeypatch.setattr(parallelize.llama, "shrink", lambda model, tp: {"n_heads": 3, "n_kv_heads": 3}, raising=False)
+    with pytest.raises(UserError, match=r"cannot be made small as parallelize.llama.shrink says: model.n_heads \(3\)"):
+        shrink(loaded, 257)
+
+
+def test_a_not_a_number_is_an_infinite_error() -> None:
+    """Symptom: max() with a NaN first says that all is well."""
+    from titanlike.verify.compare import errors, worst
+
+    nan, inf = math.nan, math.inf
+    one = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert worst(errors(one, one)) == 0
+    for wrong in ([nan, 2.0], [1.0, nan], [inf, 2.0], [1.0, -inf]):
+        assert worst(errors(torch.tensor(wrong, dtype=torch.float64), one)) == inf
+        assert worst(errors(one, torch.tensor(wrong, dtype=torch.float64))) == inf
+    assert worst(errors(torch.tensor([nan]), torch.tensor([nan]))) == inf
+    assert worst(errors(torch.tensor([inf]), torch.tensor([inf]))) == 0
+    assert worst(errors(torch.empty(0), torch.empty(0))) == 0
+
+
+# Many meshes.
+
+CUBE = {"mesh__pp": 2, "mesh__dp": 2, "mesh__tp": 2, "model__n_layers": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {**CUBE, "pipeline__schedule": "afab", "activation_checkpoint__mode": "full"},
+        {**CUBE, "pipeline__schedule": "1f1b", "model__tie_embeddings": True, "pipeline__split": [2, 3]},
+        {**CUBE, "pipeline__schedule": "interleaved_1f1b", "activation_checkpoint__mode": "selective"},
+        {**CUBE, "pipeline__schedule": "interleaved_zero_bubble", "train__microbatch_size": 2},
+        {**CUBE, "pipeline__schedule": "zbv", "model__tie_embeddings": True},
+        {**CUBE, "pipeline__schedule": "dualpipev"},
+        {"mesh__tp": 4, "model__attention_bias": True, "model__mlp_bias": True, "data__document_mask": True},
+        {"mesh__tp": 2, "mesh__dp": 2, "mesh__sequence_parallel": False, "optimizer__name": "sgd"},
+        {"mesh__dp": 4, "optimizer__name": "sgd", "optimizer__momentum": 0.9, "train__max_grad_norm": 0.0},
+        {"mesh__pp": 4, "model__n_layers": 9, "train__global_batch_size": 12, "data__document_mask": True},
+        {"mesh__pp": 2, "mesh__tp": 2, "pipeline__schedule": "zbv", "train__global_batch_size": 2},
+        {"mesh__dp": 1},
+    ],
+    ids=lambda overrides: "-".join(str(value) for value in overrides.values()),
+)
+def test_meshes_are_the_same_run(overrides: dict[str, Any]) -> None:
+    """Symptom: the loss depends on the mesh (TT #1750)."""
+    report = verify(config(**overrides))
+    assert report.same, describe(report.first, report.reading)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_configs_are_the_same_run_on_a_cube(path: Path) -> None:
+    """Symptom: an example of ours does not run on a mesh that the documentation recommends."""
+    report = verify(load_config(path, {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2}))
+    assert report.same, describe(report.first, report.reading)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_compiled_mesh_is_the_same_run() -> None:
+    """Symptom: the compiled graph is another function than the eager one."""
+    report = verify(config(mesh__tp=2, compile__enable=True, model__n_layers=2))
+    assert report.same, describe(report.first, report.reading)  # type: ignore[arg-type]
+    assert not any(check.key.check == "activations" for check in report.checks)

@@ -26,7 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-LAST_LINES = 40  # of a failed rank's output
+LAST_LINES = 30  # of a failed rank's output
+MOST_STACKS = 8  # ranks whose stacks are shown when the time is over
 CONNECTION_LOST = ("Connection", "Broken pipe", "Socket closed", "Failed to recv")
 """how an error begins to speak of another rank that went away: the cause is there"""
 
@@ -117,12 +118,13 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)  # writes its stack to its output
         time.sleep(0.5)
-        where = self._tail(hanging[0])
-        raise RankFailed(f"rank {', '.join(map(str, hanging))} of {self.world_size} not done in {timeout_s:g} s{where}")
+        ranks = ", ".join(map(str, hanging))
+        stacks = "".join(self._tail(rank) for rank in hanging[:MOST_STACKS])
+        raise RankFailed(f"rank {ranks} of {self.world_size} not done in {timeout_s:g} s{stacks}")
 
     def _tail(self, rank: int) -> str:
         lines = self._output(rank).read_text(errors="replace").splitlines() if self._output(rank).exists() else []
-        return f"\nits last output:\n{os.linesep.join(lines[-LAST_LINES:])}" if lines else ""
+        return f"\nlast output of rank {rank}:\n" + "\n".join(lines[-LAST_LINES:]) if lines else ""
 
     def _output(self, rank: int) -> Path:
         return Path(self.folder.name) / f"rank-{rank}.txt"
@@ -175,7 +177,7 @@ def _rank_main(rank: int, world_size: int, port: int, connection: Any, output: s
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # type: ignore[arg-type]
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)  # type: ignore[arg-type]
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -196,14 +198,14 @@ def _rank_main(rank: int, world_size: int, port: int, connection: Any, output: s
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         fn, args = pickle.loads(task)
         answer = (True, fn(*args))
-        dist.barrier()  # nobody leaves while another still needs it
     except BaseException:
         answer = (False, traceback.format_exc())
     with contextlib.suppress(OSError):
         connection.send_bytes(pickle.dumps(answer))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # a gloo thread that frees an object during the interpreter's shutdown may abort (pytorch#179291)
+        # Others may still need this rank, so it waits for the parent, who ends it when all are done. That also saves
+        # the interpreter's shutdown, in which a gloo thread now and then aborts (pytorch#179291).
+        connection.poll(None)
+    os._exit(0)
 
 
 def _leave_with_parent() -> None:

@@ -224,10 +224,17 @@ def _weights_of_microbatches(fits: list[tuple[list[float], Placed]], facts: Fact
         (counts, "each microbatch is normalised by its own token count"),
         ([own[i // n] for i in range(len(weights))], "each dp rank's part is normalised by its own token count"),
     ):
-        factors = [weight * count / total for weight, count in zip(weights, per)]
-        if all_close(factors, LOOSE):
-            rest = "" if close(factors[0], 1.0, LOOSE) else f", and {scale(factors[0], facts, step)} on top"
-            return f"normalised by the local token count: {what}{rest} ({listed})"
+        means = [weight * count / total for weight, count in zip(weights, per)]  # what each mean counts
+        if all_close(means, LOOSE):
+            parts = len(counts) if per is counts else facts.dp
+            for value, then in (
+                (1.0, "and these means are added up"),
+                (1 / parts, "and these means are averaged"),
+                (1 / total, "and then by the global count too"),
+            ):
+                if close(means[0] / value, 1.0, LOOSE):
+                    what += f", {then}"
+            return f"normalised by the local token count: {what} ({listed})"
     return f"a sum of the microbatches' gradients with {listed}"
 
 

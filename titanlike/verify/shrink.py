@@ -96,10 +96,12 @@ def shrink(config: Config, vocab_size: int) -> Shrunk:
         small = validate(Config, tables)
         small.validate_for(world)
     except UserError as error:
-        raise UserError(
-            f"the model cannot be made small by the usual rules: {error}; give parallelize."
-            f"{config.model.architecture} a function shrink(model, tp) that returns sizes that fit"
-        ) from error
+        tables_module = plan_module(config.model.architecture).__name__
+        if override is None:
+            how = f"by the usual rules: {error}; give {tables_module} a function shrink(model, tp) with sizes that fit"
+        else:
+            how = f"as {tables_module}.shrink says: {error}"
+        raise UserError(f"the model cannot be made small {how}") from error
     document_mask = bool(getattr(config.data, "document_mask", False))
     changes = _changes(before, tables, small_vocab, vocab_size)
     return Shrunk(tables, small_vocab, document_mask, changes, _notes(small, small_vocab))
