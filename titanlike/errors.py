@@ -6,6 +6,8 @@
 | another rank is gone, so that this one lost its connection | one sentence, unless the launcher ends it first | 1 |
 | interrupted from the keyboard | one word | 130 |
 | anything else is a bug | the traceback | 1 |
+
+On a machine with several ranks, one of them speaks where all have the same to say.
 """
 
 from __future__ import annotations
@@ -59,26 +61,30 @@ def run_main(main: Callable[[], int | None]) -> None:
 
     Under torchrun every rank usually finds the same mistake. The first rank of a machine speaks at once; the others
     wait a moment, so that the launcher, which ends all ranks when the first one fails, finds the sentence already
-    printed, and speak only if they are still alive: then the mistake was theirs alone. A rank that lost its connection
-    waits likewise, for the one that it lost it to.
+    printed, and speak only if they are still alive: then the mistake was theirs alone. So with a bug. A rank that lost
+    its connection waits likewise, for the one that it lost it to.
 
     After distributed work the process leaves without running exit handlers: a gloo thread that frees a Python object
     during interpreter shutdown now and then aborts the process, which would turn a finished run into a failed one
     (pytorch#179291).
     """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         code = main() or 0
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if not first:
             time.sleep(YIELD_S)
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        if first:
+            print("interrupted", file=sys.stderr, flush=True)
         code = 130
     except Exception as error:
-        if connection_lost(error):
+        lost = connection_lost(error)
+        if lost or not first:
             time.sleep(YIELD_S)
+        if lost:
             rank, reason = os.environ.get("RANK", "0"), str(error).strip().splitlines()[-1]
             print(f"error: rank {rank} lost its connection to another rank, which ended: {reason}", file=sys.stderr)
         else:

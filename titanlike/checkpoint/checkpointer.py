@@ -101,14 +101,20 @@ class Checkpointer:
 
         Costs one small all-reduce over gloo if signals or minutes are watched, nothing otherwise.
         """
-        self.poll()
         asked, due = self._stop is not None and self._stop.received is not None, False
         if self._stop is not None or self.config.interval_minutes > 0:
-            # Any rank may have got the signal, and clocks differ: all must decide alike. Minutes are rank 0's.
-            flags = torch.tensor([asked, self.rank == 0 and self._moments.by_minutes()], dtype=torch.int32)
+            # Any rank may have got the signal, and clocks differ: all must decide alike. Minutes are rank 0's. And a
+            # save that failed did so on all ranks, but they do not notice it at the same step.
+            written = self._thread is not None and not self._thread.is_alive()
+            failed, minutes = self._error is not None, self.rank == 0 and self._moments.by_minutes()
+            flags = torch.tensor([asked, minutes, failed], dtype=torch.int32)
             if self.group is not None:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-            asked, due = map(bool, flags.tolist())
+            asked, due, failed = map(bool, flags.tolist())
+            if failed or written:
+                self.wait()
+        else:
+            self.poll()
         if asked:
             by = f" by {self._stop.received}" if self._stop is not None and self._stop.received else ""
             self.say(f"asked to stop{by}: finishing at step {step}")
