@@ -22,6 +22,7 @@ KEEP = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
 )
 """What `selective` keeps: matrix products, attention, and reductions over tp, which are slow to repeat."""
 
