@@ -96,27 +96,32 @@ def _gather_logits(asked: Case) -> list[Operation]:
 FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 
 
-def collectives_per_layer(sequence_parallel: bool) -> dict[str, int]:
+def collectives_per_layer(**changes: Any) -> dict[str, int]:
     """Of one layer and microbatch, forward and backward: the difference between models of 3 and 2 layers."""
     counted = []
     for layers in (2, 3):
-        settings = {"model__n_layers": layers, "mesh__sequence_parallel": sequence_parallel}
-        asked = case(1, 1, 2, steps=1, train__global_batch_size=1, **settings)
+        asked = case(1, 1, 2, steps=1, train__global_batch_size=1, model__n_layers=layers, **changes)
         operations = run_ranks(2, record_step, asked)[0]
         names = [name.rpartition(".")[2] for name, _ in operations if name.startswith("_c10d_functional")]
         counted.append(collections.Counter(name for name in names if name in FUNCTIONAL))
     return {name: counted[1][name] - counted[0][name] for name in FUNCTIONAL if counted[1][name] != counted[0][name]}
 
 
-def test_a_layer_costs_the_collectives_that_it_should() -> None:
+@pytest.mark.parametrize(("mode", "gathers"), [("none", 4), ("selective", 6)])
+def test_a_layer_costs_the_collectives_that_it_should(mode: str, gathers: int) -> None:
     """Symptom: a placement that doesn't fit makes DTensor send more than the two pairs of a layer (arXiv:2205.05198,
-    section 4.2.2): with sequence parallelism 2 all-gathers and 2 reduce-scatters forward, the same backward."""
-    assert collectives_per_layer(True) == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+    section 4.2.2): with sequence parallelism 2 all-gathers and 2 reduce-scatters forward, the same backward. Selective
+    recomputation repeats the two gathers of the forward, whose results it does not keep, and no reduction."""
+    costs = {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": 4}
+    assert collectives_per_layer(activation_checkpoint__mode=mode) == costs
 
 
-def test_a_layer_in_all_reduce_mode_costs_the_collectives_that_it_should() -> None:
-    """2 all-reduces forward and 2 backward (arXiv:1909.08053, section 3)."""
-    assert collectives_per_layer(False) == {"all_reduce": 4}
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_layer_in_all_reduce_mode_costs_the_collectives_that_it_should(mode: str) -> None:
+    """Symptom: a gradient that is left a partial sum makes DTensor gather whole weights. 2 all-reduces forward and 2
+    backward (arXiv:1909.08053, section 3)."""
+    costs = collectives_per_layer(mesh__sequence_parallel=False, activation_checkpoint__mode=mode)
+    assert costs == {"all_reduce": 4}
 
 
 # -- data parallelism ------------------------------------------------------------------------------------------------
