@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +107,25 @@ def test_the_order_is_the_one_that_torch_runs(schedule: str, pp: int, microbatch
         monkeypatch.setattr(made, "_initialize_stage", lambda *_args: None)
         made._step_microbatches([()] * microbatches, [{}] * microbatches, [None] * microbatches, [])
         assert stage.ran == wanted[rank]
+
+
+def test_the_documented_bubbles_are_those_of_the_code() -> None:
+    """Symptom: the table in docs/mesh.md was right once."""
+    text = (Path(__file__).parents[2] / "docs" / "mesh.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` [^|]*\|[^|]*\|[^|]*\| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) \|$", text, re.M)
+    assert [row[0] for row in rows] == list(SCHEDULES)
+    for schedule, small, large, held in rows:
+        class_name, per_rank, _ = SCHEDULES[schedule]
+        assert float(small) == round(100 * bubble_fraction(schedule, 4, 4 * per_rank, 16), 1)
+        assert float(large) == round(100 * bubble_fraction(schedule, 8, 8 * per_rank, 32), 1)
+        order = action_order(class_name, 4, 4 * per_rank, 16)
+        assert float(held) == max(most_held(tasks) for tasks in order) / per_rank
+
+
+def most_held(tasks: list[Task]) -> int:
+    """How many forwards a rank has ahead of their weight gradients at most."""
+    held = most = 0
+    for letter, _, _ in tasks:
+        held += {"F": 1, "I": 0, "W": -1, "B": -1}[letter]
+        most = max(most, held)
+    return most
