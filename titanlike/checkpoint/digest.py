@@ -33,7 +33,7 @@ _MASK = (1 << 64) - 1
 
 # Words worked on at once. On a CPU two int64 buffers of this many words fit in a core's cache; a GPU wants few
 # launches.
-_BLOCK_CPU = 1 << 16
+_BLOCK_CPU = (1 << 15) - 1
 _BLOCK_ACCELERATOR = 1 << 24
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
