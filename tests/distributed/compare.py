@@ -63,7 +63,7 @@ class Case:
     """uneven: a different part of each row is masked, whole rows too; one: one valid label in the whole batch; none:
     no valid label in the second batch; all: no mask"""
     documents: bool = False
-    """several documents in each row, with positions that start anew"""
+    """several documents in each row, with positions that start anew and leave some out"""
 
     @property
     def world_size(self) -> int:
@@ -167,8 +167,9 @@ def batches(case: Case, config: Config) -> Iterator[Batch]:
             starts = torch.rand(rows, seq, generator=generator) < 0.3
             starts[:, 0] = True
             documents = starts.cumsum(1).to(torch.int32)
-            first = torch.where(starts, torch.arange(seq), 0).cummax(1).values
-            positions = torch.arange(seq) - first
+            # Not every position: RoPE sees differences alone, so positions that count through the row would do as well.
+            place = (1 + torch.randint(0, 3, (rows, seq), generator=generator)).cumsum(1)
+            positions = place - torch.where(starts, place, 0).cummax(1).values
         yield Batch(tokens[:, :-1], labels, positions, documents, [], {})
 
 

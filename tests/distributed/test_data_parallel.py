@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.compare import TINY, assert_same_run, case, compare
+from tests.distributed.compare import (
+    TINY,
+    Case,
+    assert_same_run,
+    batches,
+    case,
+    compare,
+    rows_of,
+    spy_on_gradients,
+    trainer_of,
+)
+from tests.ranks import run_ranks
 
 # 16 sequences are what 4 ranks with 4 microbatches need. Buckets of 5 kB: a tiny model has several then.
 BATCH = {"train__global_batch_size": 16, "optimizer__bucket_mb": 0.005}
@@ -48,6 +59,32 @@ def test_the_bucket_size_does_not_matter() -> None:
     free = {"train__max_grad_norm": 0.0}
     small, large = (assert_same_run(case(dp=2, optimizer__bucket_mb=mb, **free)) for mb in (1e-5, 25.0))
     assert small.digests == large.digests
+
+
+def test_a_weight_that_a_step_does_not_use_has_no_gradient_in_it() -> None:
+    """Symptom: the gradient of the step before is applied again, or the ranks wait for a bucket that never fills. Layer
+    1 is passed over by both ranks, then by one of them."""
+    for idle, one_idle in run_ranks(2, _passed_over, case(dp=2, steps=3, train__microbatch_size=2)):
+        assert idle == 0.0
+        assert one_idle > 1e-6
+
+
+def _passed_over(asked: Case) -> list[float]:
+    """Largest reduced gradient of layer 1 on this rank when all ranks pass it over, and when rank 1 does."""
+    trainer = trainer_of(asked)
+    block = trainer.built.stages[0].model.layers["1"]
+    rank = trainer.mesh.coordinate("dp")
+    forward, seen = block.forward, {}
+    spy_on_gradients(trainer, seen)
+    first, *others = (rows_of(batch, 2, rank) for batch in batches(asked, trainer.config))
+    trainer.train_step(first)
+    assert seen["layers.1.attention.wq.weight"].abs().max() > 1e-6
+    largest = []
+    for passing, batch in zip(([0, 1], [1]), others):
+        block.forward = (lambda x, context: x) if rank in passing else forward
+        trainer.train_step(batch)
+        largest.append(max(g.abs().max().item() for n, g in seen.items() if n.startswith("layers.1.")))
+    return largest
 
 
 def test_a_run_repeats_bit_by_bit_and_another_seed_does_not() -> None:
