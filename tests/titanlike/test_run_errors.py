@@ -260,7 +260,7 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path: Path, who: str)
         os.kill(run.process.pid if who == "torchrun" else run.rank_pids()[1], signal.SIGTERM)
         done = run.wait(60.0)
     assert ours(done.stderr) == [] and not a_rank_spoke_python(done.stderr)
-    assert "asked to stop by SIGTERM" in done.stdout
+    assert "asked to stop" in done.stdout
     # torchrun, when it is the one that is told to end, says so by its own code; the ranks end with 0 either way.
     assert (done.returncode == 0) == (who == "rank 1")
     (name,) = checkpoints(run_dir)
