@@ -10,7 +10,7 @@ from parallelize.zero import sum_of_squares
 
 @pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 5_000_001])
 def test_the_norm_of_many_elements_is_exact_to_rounding(numel: int) -> None:
-    """Symptom: grad_norm of a 2M-parameter model in float32 was 1.6e-4 off that of two ranks, so clipping was as well."""
+    """Symptom: grad_norm of a 2M-parameter model in float32 was off by 1.6e-4 on two ranks, and so was the clipping."""
     generator = torch.Generator().manual_seed(0)
     flat = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator) ** 4
     exact = flat.double().square().sum().item()
