@@ -534,7 +534,7 @@ CUBE = {"mesh__pp": 2, "mesh__dp": 2, "mesh__tp": 2, "model__n_layers": 5}
         {"mesh__tp": 2, "mesh__dp": 2, "mesh__sequence_parallel": False, "optimizer__name": "sgd"},
         {"mesh__dp": 4, "optimizer__name": "sgd", "optimizer__momentum": 0.9, "train__max_grad_norm": 0.0},
         {"mesh__pp": 4, "model__n_layers": 9, "train__global_batch_size": 12, "data__document_mask": True},
-        {"mesh__pp": 2, "mesh__tp": 2, "pipeline__schedule": "zbv", "train__global_batch_size": 2},
+        {**CUBE, "mesh__dp": 1, "pipeline__schedule": "zbv", "train__global_batch_size": 2},
         {"mesh__dp": 1},
     ],
     ids=lambda overrides: "-".join(str(value) for value in overrides.values()),

@@ -47,7 +47,7 @@ class Difference:
     name: str
     error: float
     """largest absolute difference of an element"""
-    placed: list[Placed]
+    placed: list[Placed] = dataclasses.field(repr=False)
     """all ranks' pieces of the tensor"""
     index: tuple[int, ...] = ()
     """of the worst element, in the plain model's tensor"""
@@ -55,7 +55,7 @@ class Difference:
     """the rank's value of it"""
     wanted: float = math.nan
     """the oracle's"""
-    record: RankRecord | None = None
+    record: RankRecord | None = dataclasses.field(default=None, repr=False)
     """the rank that has it"""
     problem: str = ""
     """what is wrong if no element can be compared"""
@@ -77,7 +77,7 @@ class Check:
     """largest absolute difference of all"""
     differing: list[Difference]
     """in execution order"""
-    placed: dict[str, list[Placed]]
+    placed: dict[str, list[Placed]] = dataclasses.field(repr=False)
     skipped: int = 0
     """pieces that could not be placed"""
 

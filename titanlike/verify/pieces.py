@@ -73,7 +73,7 @@ class RankRecord:
     pp: int
     dp: int
     tp: int
-    pieces: list[Piece]
+    pieces: list[Piece] = dataclasses.field(repr=False)
     stage_of: dict[str, int]
     """parameter -> pipeline stage; -1 for a tied weight that two stages use"""
     replicated: set[str]

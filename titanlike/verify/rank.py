@@ -36,6 +36,9 @@ from titanlike.verify.pieces import (
 )
 from titanlike.verify.shrink import STEPS
 
+UNKNOWN = -1
+"""the number of a microbatch that is none of the batch's"""
+
 
 def run_rank(
     tables: dict[str, Any], vocab_size: int, document_mask: bool, plant: Callable[[Trainer], None] | None = None
@@ -79,7 +82,8 @@ class Recorder:
         self.step = 0
         self.microbatches: list[RandomBatch] = []
         self.first_microbatch = mesh.coordinate("dp") * trainer.accumulation  # in the global batch
-        self.microbatch = 0
+        self.microbatch: int | None = None
+        """the microbatch that a stage runs forward now, numbered in the global batch"""
         self.seen: set[tuple[str, int]] = set()
         self.hooks: list[Any] = []
         for index, stage in zip(built.stage_indices, built.stages, strict=True):
@@ -97,7 +101,7 @@ class Recorder:
             # A schedule may run microbatches in any order: the labels tell which one this is.
             labels = kwargs["labels"]
             here = [i for i, batch in enumerate(self.microbatches) if torch.equal(batch.labels, labels)]
-            self.microbatch = self.first_microbatch + (here[0] if here else 10**6)
+            self.microbatch = self.first_microbatch + here[0] if here else UNKNOWN
 
         def after(_stage: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Tensor) -> None:
             if stage.last:
@@ -106,6 +110,7 @@ class Recorder:
                     name += ", run again"
                 self.seen.add((name, self.step))
                 self.note(MICROBATCH_LOSSES, self.step, name, output.detach().double().sum(), ())
+            self.microbatch = None
 
         self.hooks.append(stage.register_forward_pre_hook(before, with_kwargs=True))
         self.hooks.append(stage.register_forward_hook(after, with_kwargs=True))
@@ -118,11 +123,13 @@ class Recorder:
 
     def _note_output(self, name: str) -> Callable[..., None]:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            # Once each: activation checkpointing runs a block again in the backward.
-            if self.step != 1 or not isinstance(output, Tensor) or (name, -self.microbatch - 1) in self.seen:
+            # Activation checkpointing runs blocks again in the backward, when no stage runs.
+            if self.step != 1 or self.microbatch is None or not isinstance(output, Tensor):
                 return
-            self.seen.add((name, -self.microbatch - 1))
             label = f"{name} (microbatch {self.microbatch})"
+            if (label, 1) in self.seen:  # a module that is used twice: the first one
+                return
+            self.seen.add((label, 1))
             if not isinstance(output, DTensor):
                 self.note(ACTIVATIONS, 1, label, output, None if self.trainer.mesh.tp > 1 else (0,) * output.dim())
             elif not any(isinstance(placement, Partial) for placement in output.placements):

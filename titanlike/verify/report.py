@@ -22,7 +22,7 @@ class Report:
     """(key, the user's value, the value that was verified)"""
     notes: list[str]
     """what is not covered"""
-    checks: list[Check]
+    checks: list[Check] = dataclasses.field(repr=False)
     """in the order in which the values were computed"""
     reading: list[str]
     """sentences about the first difference"""
