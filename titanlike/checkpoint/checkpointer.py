@@ -91,6 +91,7 @@ class Checkpointer:
         self._writing_step: int | None = None
         self._error: BaseException | None = None
         self._cleaned = False
+        self._plan: Any = None  # a planners.PlanCache, which is imported late
         self._digest: StateDigest | None = None
         self._digest_boxes: list[Any] = []
 
@@ -193,12 +194,13 @@ class Checkpointer:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from titanlike.checkpoint.planners import ShardSavePlanner
+        from titanlike.checkpoint.planners import PlanCache, ShardSavePlanner
         from titanlike.checkpoint.writer import ShardWriter
 
         if self.rank == 0 and not self._cleaned:
             self._cleaned = True
             self._tidy("remove what interrupted saves left", lambda: folder.clean(self.root))
+        plan, self._plan = self._plan or PlanCache(), None  # kept only by a save that succeeds, on all ranks or on none
         writer = ShardWriter(self.root, step, state, self.rank, tensors)
         try:
             with warnings.catch_warnings():
@@ -208,7 +210,7 @@ class Checkpointer:
                 dcp.save(
                     dict(tensors),
                     storage_writer=writer,
-                    planner=ShardSavePlanner(),
+                    planner=ShardSavePlanner(plan),
                     process_group=self._write_group,
                     no_dist=self._write_group is None,
                 )
@@ -220,6 +222,7 @@ class Checkpointer:
         except RuntimeError as error:  # gloo: a rank is gone, or did not answer within WRITE_TIMEOUT
             reason = str(error).strip().splitlines()[-1]
             raise RuntimeError(f"the checkpoint of step {step} was not written: {reason}") from error
+        self._plan = plan
         if self.rank == 0:
             self._tidy("delete old checkpoints", self._retain)
 

@@ -8,6 +8,7 @@ the manifest and the commit marker, and rename the folder into place; if one has
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import time
@@ -89,15 +90,20 @@ class ShardWriter(StorageWriter):
                     file = f"rank-{self.rank:05d}{more}.safetensors"
                     tensors = {_key(item): cast(torch.Tensor, planner.resolve_data(item)) for item in items}
                     for (key, tensor), item in zip(tensors.items(), items, strict=True):
-                        boxes.append((item.index.fqn, list(item.index.offset or ()), list(tensor.shape), file, key))
+                        boxes.append((item.index.fqn, tuple(item.index.offset or ()), tuple(tensor.shape), file, key))
                     written[file] = _write_checked(temporary / file, tensors)
                 if written:
                     files.sync_folder(temporary)  # on a shared file system each client syncs the names that it made
+                mine = {name for name, *_ in boxes}
                 report = {
                     "folder": temporary.name,
                     "files": written,
-                    "boxes": boxes,
-                    "digests": [(name, self.shards[name].offset, future.result()) for name, future in digests.items()],
+                    "boxes": [(*box, digests[box[0]].result()) for box in boxes],
+                    "copies": [
+                        (name, tuple(self.shards[name].offset), future.result())
+                        for name, future in digests.items()
+                        if name not in mine
+                    ],
                 }
             except BaseException:
                 digester.shutdown(cancel_futures=True)
@@ -115,7 +121,7 @@ class ShardWriter(StorageWriter):
         for report in reports:
             listed.update(report["files"])
         index, digest = _index(metadata, reports)
-        for name, data in ((manifest.TENSORS, manifest.to_json(index)), (manifest.STATE, self.state)):
+        for name, data in ((manifest.TENSORS, _index_json(index)), (manifest.STATE, self.state)):
             files.write_file(temporary / name, [data])
             listed[name] = {"bytes": len(data), "crc32": manifest.crc_text(zlib.crc32(data))}
         others = folder.find_checkpoints(self.root)
@@ -133,6 +139,12 @@ class ShardWriter(StorageWriter):
         )
         files.sync_folder(temporary)
         folder.put_in_place(self.root, temporary, self.step)
+
+
+def _index_json(index: dict[str, Any]) -> bytes:
+    """One line per tensor: fast to write for many thousands of boxes, and still to be read by people."""
+    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in index.items())
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def _write_checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -174,34 +186,32 @@ def _index(metadata: Metadata, reports: list[dict[str, Any]]) -> tuple[dict[str,
 
     Raises CheckpointError if the copies of a box differ, or if the boxes do not make up a tensor.
     """
-    box_digests: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-    for rank, report in enumerate(reports):
-        for name, offset, value in report["digests"]:
-            first_rank, first = box_digests.setdefault((name, tuple(offset)), (rank, value))
-            if value != first:
-                raise CheckpointError(
-                    f"the copies of {name} on ranks {first_rank} and {rank} differ, though they should be equal: "
-                    "the state of the run is wrong, and was not saved"
-                )
     index: dict[str, Any] = {}
     for name in sorted(metadata.state_dict_metadata):
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        index[name] = {
-            "dtype": DTYPE_NAMES[entry.properties.dtype],
-            "shape": list(entry.size),
-            "digest": "",
-            "boxes": [],
-        }
-    parts: dict[str, list[int]] = {name: [] for name in index}
-    for report in reports:
-        for name, offset, shape, file, key in report["boxes"]:
+        dtype = DTYPE_NAMES[entry.properties.dtype]
+        index[name] = {"dtype": dtype, "shape": list(entry.size), "digest": "", "boxes": []}
+    stored: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # box -> the rank that wrote it, its digest
+    sums = dict.fromkeys(index, 0)
+    for rank, report in enumerate(reports):
+        for name, offset, shape, file, key, value in report["boxes"]:
+            stored[name, offset] = rank, value
+            sums[name] = add(sums[name], value)
             index[name]["boxes"].append({"offset": offset, "shape": shape, "file": file, "key": key})
-            parts[name].append(box_digests[name, tuple(offset)][1])
+    for rank, report in enumerate(reports):
+        for name, offset, value in report["copies"]:
+            writer, written = stored[name, offset]
+            if value != written:
+                one, other = sorted((rank, writer))
+                raise CheckpointError(
+                    f"the copies of {name} on ranks {one} and {other} differ, though they should be equal: "
+                    "the state of the run is wrong, and was not saved"
+                )
     for name, entry in index.items():
         entry["boxes"].sort(key=lambda box: box["offset"])
-        entry["digest"] = digest_text(add(*parts[name]))
-        stored, whole = sum(math.prod(box["shape"]) for box in entry["boxes"]), math.prod(entry["shape"])
-        if stored != whole:
-            raise CheckpointError(f"{name} has {whole} elements, but the ranks hold {stored} of them")
-    return index, digest_text(add(*(value for values in parts.values() for value in values)))
+        entry["digest"] = digest_text(sums[name])
+        held, whole = sum(math.prod(box["shape"]) for box in entry["boxes"]), math.prod(entry["shape"])
+        if held != whole:
+            raise CheckpointError(f"{name} has {whole} elements, but the ranks hold {held} of them")
+    return index, digest_text(add(*sums.values()))

@@ -280,3 +280,54 @@ def _train_while_writing(folder: str) -> bool:
 
 def test_background_saves_do_not_mix_with_collectives_of_the_training(tmp_path: Path) -> None:
     assert run_ranks(2, _train_while_writing, str(tmp_path)) == [True, True]
+
+
+def _change_what_is_held(folder: str) -> list[int]:
+    """The bytes of this rank's plans in three saves: the first, the same boxes again, and others on one rank."""
+    checkpointer = Checkpointer(CheckpointConfig(mode="sync"), folder)
+    rank, sent = dist.get_rank(), []
+    import titanlike.checkpoint.planners as planners
+
+    local = planners.ShardSavePlanner.create_local_plan
+
+    def watch(planner):
+        sent.append(len((plan := local(planner)).items))
+        return plan
+
+    planners.ShardSavePlanner.create_local_plan = watch  # type: ignore[method-assign]
+    try:
+        for seed in (1, 2, 3, 4, 5):
+            held = shards(full_state(seed), (1, 2, 1), rank)
+            if seed == 3 and rank == 1:
+                held["only.here"] = Shard.whole(torch.arange(3.0))
+            if seed == 5:
+                held["a.copy"] = Shard.whole(torch.zeros(4))
+            checkpointer.save(seed, held, {})
+            into = blank(held)
+            assert checkpointer.load(into) is not None and equal(into, held)
+    finally:
+        planners.ShardSavePlanner.create_local_plan = local  # type: ignore[method-assign]
+    return sent
+
+
+def test_the_plan_is_exchanged_once_and_again_when_boxes_change(tmp_path: Path) -> None:
+    """Planning for many ranks costs the first one seconds; a stale plan would drop a tensor."""
+    first, second = run_ranks(2, _change_what_is_held, str(tmp_path))
+    number = len(full_state())
+    assert first[:2] == [first[0], 0] and second[:2] == [second[0], 0] and first[0] <= number
+    assert first[2:] == [0, 0, first[0] + 1]
+    assert second[2:] == [second[0] + 1, second[0], second[0] + 1]
+
+
+def test_after_a_failed_save_the_plan_is_made_anew(tmp_path: Path) -> None:
+    held = whole(full_state(2))
+    for operation in ("mkdir", "write", "rename"):
+        checkpointer = Checkpointer(CheckpointConfig(mode="sync"), tmp_path / operation)
+        for step in (1, 2):
+            files.hook = failing(operation, errno.ENOSPC)
+            with pytest.raises(CheckpointError):
+                checkpointer.save(step, held, {})
+            files.hook = None
+            checkpointer.save(step, held, {})
+            into = blank(held)
+            assert checkpointer.load(into).step == step and equal(into, held)  # type: ignore[union-attr]
