@@ -500,6 +500,21 @@ def test_sizes_that_do_not_fit_are_the_architectures_to_mend(monkeypatch: pytest
         shrink(loaded, 257)
 
 
+OWN = "tests.titanlike.own_architecture:Own"
+
+
+@pytest.mark.slow
+def test_an_architecture_of_ones_own_is_verified() -> None:
+    """Symptom: verify knows Llama alone."""
+    own = {"model.architecture": OWN, "mesh.pp": 2, "mesh.dp": 1, "mesh.tp": 2, "train.seq_len": 64}
+    report = verify(load_config(None, own))
+    assert report.same, describe(report.first, report.reading)  # type: ignore[arg-type]
+    changes = {key: new for key, _, new in report.changes}
+    assert (changes["model.bottleneck"], changes["model.dim"]) == (20, 32)
+    report = verify(load_config(None, own), plant=stage_1_doubled)
+    assert first(report)[:2] == ("gradients", "layers.2.scale.weight")
+
+
 def test_a_not_a_number_is_an_infinite_error() -> None:
     """Symptom: max() with a NaN first says that all is well."""
     from titanlike.verify.compare import errors, worst

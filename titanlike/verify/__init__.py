@@ -72,11 +72,18 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
         mesh={"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
         about=_about(small.config),
         changes=small.changes,
-        notes=small.notes,
+        notes=small.notes + _faint(oracle.faint_gradients()),
         checks=checks,
         reading=reading,
         seconds=time.monotonic() - began,
     )
+
+
+def _faint(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return [f"the gradients of {shown} are so small that a fault in them could go unseen"]
 
 
 def _about(config: Config) -> list[tuple[str, str]]:

@@ -29,6 +29,9 @@ from titanlike.verify.shrink import STEPS
 
 Tensors = dict[str, Tensor]
 
+FAINT = 1e-6
+"""largest element of a gradient that is too small: ten thousand times the tolerance"""
+
 
 class Oracle:
     """The values that a mesh has to have: `expected[key]` has tensors by name, in the order of the model's forward."""
@@ -100,6 +103,11 @@ class Oracle:
         moments = {f"{kind}.{name}": state[f"optimizer.{kind}.{name}"] for kind in sorted(kinds) for name in self.order}
         if step:  # torch makes them at the first step; until then they are zero
             self.expected[Key(MOMENTS, step)] = moments
+
+    def faint_gradients(self) -> list[str]:
+        """Parameters whose first gradient is so small that a fault in it could be under the tolerance."""
+        gradients = self.expected[Key(GRADIENTS, 1)]
+        return [name for name, gradient in gradients.items() if gradient.abs().max() < FAINT]
 
     def microbatch_gradients(self, step: int) -> list[Tensors]:
         """The gradient of each microbatch's loss sum at the weights before `step`, divided by the global batch's number
