@@ -1,10 +1,10 @@
 """torch.compile of a pipeline stage, whole or block by block.
 
-- `stage`: one graph from tokens or hidden states to hidden states or loss. Fastest; compile time grows with the layers.
-- `block`: one graph for a block, reused by all layers, and one for head and loss. Compile time does not grow with depth.
+- `stage`: one graph from tokens or hidden states to hidden states or loss. Compile time grows with the layers.
+- `block`: one graph for a block, reused by all layers, and one for head and loss. Compile time stays the same with depth.
 
-A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graphs. Parameter
-names do not change: forwards are compiled, modules are not wrapped.
+A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graphs.
+Parameter names do not change: forwards are compiled, modules are not wrapped.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate_cache(rank: int) -> None:
-    """Give this rank a compile cache of its own, below the user's or the default one. Call before the first compilation.
+    """Give this rank a compile cache of its own, below the user's or the default one, before the first compilation.
 
-    Why: graphs of tensor-parallel ranks can differ in shapes alone that the cache's key does not see (an uneven vocabulary;
-    pytorch#188390), and then one rank would run what another one compiled.
+    Why: graphs of tensor-parallel ranks can differ in shapes alone that the cache's key does not see (an uneven
+    vocabulary; pytorch#188390), and then one rank would run what another one compiled.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # private: the only name for this folder
 
