@@ -35,6 +35,7 @@ from titanlike.config_input import from_text, read_toml, set_path
 from titanlike.config_keys import Key, entry, keys_of
 from titanlike.data.config import DataConfig, ValidationConfig
 from titanlike.errors import UserError
+from titanlike.guard import GuardConfig
 from titanlike.metrics.config import MetricsConfig
 from titanlike.section import Section
 
@@ -284,6 +285,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
+    guard: GuardConfig = GuardConfig()
     compile: CompileConfig = CompileConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
 

@@ -61,6 +61,8 @@ def without_effect(config: Config) -> dict[str, str]:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
     if not config.compile.enable:
         inert["compile.scope"] = "compile.enable = false"
+    if config.guard.spike == "off":
+        inert |= {f"guard.{name}": 'guard.spike = "off"' for name in ("spike_sigma", "spike_window")}
     if config.schedule.decay == "none":
         inert |= {f"schedule.{name}": 'schedule.decay = "none"' for name in ("decay_steps", "min_lr_ratio")}
     return inert

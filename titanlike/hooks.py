@@ -34,14 +34,15 @@ class Hook:
         """Called before a process group exists."""
 
     def on_start(self, run: Run) -> None:
-        """The state is loaded; run.trainer.step_count steps are done."""
+        """The state is loaded; run.trainer.step_count steps are done. Once a run, and once after each rollback."""
 
     def before_step(self, run: Run, step: int, batch: Any) -> None:
         """`batch` (titanlike.data.Batch, this dp coordinate's rows) is about to be trained on as step `step`."""
 
     def before_optimizer(self, run: Run, step: int, result: StepResult) -> None:
         """Gradients are reduced, weights and moments are those of the step before. `result` has the global loss and
-        gradient norm as tensors: reading them makes an accelerator's host wait."""
+        gradient norm as tensors: reading them makes an accelerator's host wait. Also called for a step that
+        `[guard]` will leave out."""
 
     def after_step(self, run: Run, step: int, values: dict[str, float]) -> None:
         """`values` is what is about to be logged as the line of the step. What a hook adds, under a name with a slash

@@ -8,7 +8,8 @@ Properties:
   each step seeds it anew.
 - What one rank finds wrong ends all of them: an error of the user before the process group, or raised on all ranks
   alike where they meet; any other by the lost connection.
-- A step whose loss or gradient norm is not finite ends the run, and no checkpoint is saved after it.
+- A step whose loss or gradient norm is bad is left out, ends the run or takes it back (guard.py); no checkpoint holds
+  what came of it.
 """
 
 from __future__ import annotations
@@ -24,28 +25,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.pipeline import bubble_fraction
 from titanlike import __version__
 from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
 from titanlike.checkpoint.loading import together
 from titanlike.config import Config, write_resolved
 from titanlike.data import open_data
-from titanlike.errors import NonFinite, UserError, file_errors
+from titanlike.errors import UserError, file_errors
+from titanlike.guard import Guard, Verdict
 from titanlike.hooks import Hooks
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
 from titanlike.metrics import Metrics
-from titanlike.metrics.flops import (
-    device_name,
-    device_peak_flops,
-    flops_per_token,
-    measure_matmul_peak,
-    model_shape,
-)
 from titanlike.metrics.memory import memory_over_ranks
-from titanlike.metrics.tables import BatchFacts, MemoryFacts, ModelFacts, PipelineFacts, startup_tables
-from titanlike.metrics.throughput import Throughput
 from titanlike.metrics.timers import Timers
+from titanlike.recovery import end_run, roll_back, tell_bad_step
 from titanlike.sample import sample
+from titanlike.startup import tables, throughput
 from titanlike.trainer import StepResult, Trainer
 
 SAMPLE_TOKENS = 200
@@ -115,6 +109,9 @@ class Run:
         self.metrics = metrics
         self.checkpointer = checkpointer
         self.hooks = hooks
+        self.guard = Guard(config.guard)
+        self.verdict: Verdict | None = None
+        """on the step under way"""
         self.cursor: dict[str, Any] | None = None
         self.tokens = 0
         self.last_val_loss = self.best_val_loss = math.inf
@@ -136,7 +133,8 @@ class Run:
                 "train.steps continues it"
             )
             return
-        if trainer.step_count == 0 and self.checkpointer.decide(0).save:
+        wanted = self.guard.rolls_back and self.checkpointer.saved_step is None
+        if trainer.step_count == 0 and (self.checkpointer.decide(0).save or wanted):
             self.save()
         self.hooks("on_start", self)
         batches = self.data.train_batches(self.cursor)
@@ -148,7 +146,8 @@ class Run:
             self.hooks("before_step", self, step, batch)
             self.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
             result = trainer.train_step(batch)
-            self.cursor = batch.cursor
+            verdict = self.verdict_on(result)
+            before, self.cursor = self.cursor, batch.cursor
             self.tokens += config.train.global_batch_size * batch.tokens.shape[1]
             values = {
                 "loss": result.loss.item(),
@@ -157,9 +156,19 @@ class Run:
                 "tokens": self.tokens,
             }
             values |= {f"lr/{n}": result.lr * group.lr_scale for n, group in enumerate(config.optimizer.groups)}
-            if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-                self.log(step, values)
-                self.diverged(step, values)
+            if verdict is not None:
+                tell_bad_step(self, step, verdict, batch, values, before, result.updated)
+                if verdict.action == "skip":
+                    trainer.step_count = step
+                    values["skipped"] = 1
+                else:
+                    self.log(step, values)
+                    if verdict.action == "stop":
+                        end_run(self, step, verdict)
+                    roll_back(self, step, verdict)
+                    batches = self.data.train_batches(self.cursor)
+                    self.timers.start()
+                    continue
             if self.validation_is_due(step):
                 values |= self.validate()
             values |= memory_over_ranks(self.mesh.device, None if dist.get_world_size() == 1 else dist.group.WORLD)
@@ -185,7 +194,22 @@ class Run:
     def before_update(self, result: StepResult) -> bool:
         """What the trainer asks when the gradients are reduced: whether to update the weights."""
         self.hooks("before_optimizer", self, self.trainer.step_count + 1, result)
-        return True
+        if not self.looks_first:
+            return True
+        self.verdict = self.guard.judge(result.loss.item(), result.grad_norm.item())
+        return self.verdict is None
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether a step is judged before its update. On an accelerator that is done only where it is needed."""
+        return self.mesh.device.type == "cpu" or self.guard.must_look_first
+
+    def verdict_on(self, result: StepResult) -> Verdict | None:
+        """The guard's verdict on the step that was just taken, the same on all ranks."""
+        if not self.looks_first:
+            self.verdict = self.guard.judge(result.loss.item(), result.grad_norm.item())
+        verdict, self.verdict = self.verdict, None
+        return verdict
 
     def seed_step(self, step: int) -> None:
         """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
@@ -203,16 +227,6 @@ class Run:
         digest = self.checkpointer.digest(self.tensors())
         self.metrics.event("digest", step, digest=digest)
         self.metrics.message(f"digest of the state after step {step}: {digest}")
-
-    def diverged(self, step: int, values: dict[str, float]) -> None:
-        """End the run: all ranks come here together, for the numbers are global. Nothing of this step is saved."""
-        self.checkpointer.wait()  # the one that is being written is of a good step
-        last = self.checkpointer.saved_step
-        kept = "no checkpoint was saved yet" if last is None else f"the last checkpoint is of step {last}, before it"
-        raise NonFinite(
-            f"step {step} has loss {values['loss']} and grad_norm {values['grad_norm']}, so the run was ended; {kept}: "
-            "lower optimizer.lr, or resume from an earlier step by checkpoint.load_step"
-        )
 
     def validation_is_due(self, step: int) -> bool:
         """Every `validation.interval` steps and after the last one."""
@@ -261,6 +275,8 @@ class Run:
             "step": self.trainer.step_count,
             "tokens": self.tokens,
             "data": self.cursor,
+            "optimizer_steps": self.trainer.updates,
+            "guard": self.guard.state(),
             "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
             "tokenizer": self.data.tokenizer.fingerprint,
             "mesh": self.degrees(),
@@ -320,15 +336,23 @@ class Run:
             self.metrics.message(line)
         self.trainer.zero.gather()
 
-    def resume(self, loaded: Loaded) -> list[str]:
-        """Go on from a checkpoint whose tensors are loaded. Returns what has changed in the config since it."""
-        meta, run_dir = loaded.meta, self.config.run_dir
+    def take(self, loaded: Loaded) -> None:
+        """Make the state of a checkpoint, whose tensors are loaded, that of the run."""
+        meta = loaded.meta
         self.trainer.step_count = loaded.step
-        self.trainer.zero.set_step_count(loaded.step)
+        self.trainer.updates = meta.get("optimizer_steps", loaded.step)
+        self.trainer.zero.set_step_count(self.trainer.updates)
         self.trainer.zero.gather()
         self.cursor = meta["data"]
         self.tokens = meta["tokens"]
         self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
+
+    def resume(self, loaded: Loaded) -> list[str]:
+        """Go on from a checkpoint whose tensors are loaded. Returns what has changed in the config since it."""
+        meta, run_dir = loaded.meta, self.config.run_dir
+        self.take(loaded)
+        if "guard" in meta:
+            self.guard.load(meta["guard"])
         self.metrics.message(loaded.summary)
         changes = changed_keys(meta["config"], self.config.model_dump(mode="json"))
         if meta["mesh"] != self.degrees():
@@ -367,64 +391,3 @@ def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def spelled(mesh: dict[str, int]) -> str:
     return " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
-
-
-# -- what is shown before the first step -----------------------------------------------------------------------------
-
-
-def throughput(config: Config, trainer: Trainer) -> Throughput:
-    """The rates' constants: tokens of a step, FLOPs of a token, the device's peak where it is known."""
-    shape = config_shape(trainer)
-    measured = None
-    if config.metrics.matmul_peak:
-        dist.barrier()  # all ranks at once, so that those on one machine share its cores as they do in training
-        measured = measure_matmul_peak(trainer.mesh.device, trainer.built.dtype)
-    return Throughput(
-        tokens_per_step=config.train.global_batch_size * config.train.seq_len,
-        ranks=dist.get_world_size(),
-        flops=flops_per_token(shape, config.train.seq_len),
-        peak_flops=device_peak_flops(device_name(trainer.mesh.device), trainer.built.dtype),
-        measured_peak_flops=measured,
-    )
-
-
-def config_shape(trainer: Trainer) -> Any:
-    """The sizes that the FLOP formulas need, of the whole plain model."""
-    model = trainer.built.plain
-    return model_shape(model, model.config.n_layers, model.config.n_heads, model.config.head_dim)
-
-
-def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
-    """The start-up tables; all ranks call it, for each tells its own memory."""
-    mesh, model = trainer.mesh, trainer.built.plain
-    held = trainer.zero.bytes_per_rank()
-    mine = MemoryFacts(mesh.rank, held["weights"], held["gradients"], held["master_weights"] + held["optimizer_states"])
-    memory: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(memory, mine)
-    shape = config_shape(trainer)
-    sizes = {
-        name: getattr(model.config, name)
-        for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    }
-    pipeline = None
-    if mesh.pp > 1:
-        stages, schedule = len(trainer.built.stage_ranks), config.pipeline.schedule
-        pipeline = PipelineFacts(
-            schedule, stages, trainer.accumulation, bubble_fraction(schedule, mesh.pp, stages, trainer.accumulation)
-        )
-    name = config.model.architecture + (f" {config.model.preset}" if config.model.preset else "")
-    return startup_tables(
-        ModelFacts(name, shape.parameters, shape.embedding_parameters, sizes),
-        {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
-        BatchFacts(
-            config.train.global_batch_size,
-            config.train.microbatch_size,
-            mesh.dp,
-            config.train.seq_len,
-            config.train.steps,
-        ),
-        memory=memory,
-        data=data.describe(),
-        pipeline=pipeline,
-        run=[("folder", str(config.run_dir)), ("device", device_name(mesh.device)), ("dtype", config.train.dtype)],
-    )

@@ -56,7 +56,9 @@ class Trainer:
         self.zero = self.built.zero
         self.accumulation = config.accumulation(mesh.dp)
         self.step_count = 0
-        """optimizer steps taken"""
+        """steps of the run that were taken"""
+        self.updates = 0
+        """those of them whose update was made, which is the optimizer's own count"""
         self.before_update: Callable[[StepResult], bool] | None = None
         """called by train_step on all ranks when the gradients are reduced and nothing is touched yet; False leaves the
         update out"""
@@ -95,6 +97,7 @@ class Trainer:
         with self.timers.phase("param_gather"):
             self.zero.gather()
         self.step_count = step
+        self.updates += 1
         return result
 
     def forward_backward(self, batch: Any) -> Tensor:

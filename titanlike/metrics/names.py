@@ -40,6 +40,7 @@ _LEARNING = (
     ),
     Name("val_loss", "nats/token", "the same over the whole validation set, after the update", "validation steps"),
     Name("val_loss/<set>", "nats/token", "`val_loss` of each set", "validation steps, several sets"),
+    Name("skipped", "1", "1 where `[guard]` left the update of the step out (docs/guard.md)", "such steps"),
     Name("grad_norm", "1", "global L2 norm of the gradient of `loss`, all parameters, before clipping"),
     Name("lr", "1", "learning rate of the update of this step, for parameters that no group scales"),
     Name(
@@ -130,7 +131,8 @@ Every run writes into its folder, from rank 0:
 | `metrics.jsonl` | one JSON object a step, with the names below |
 | `metrics.dropped.jsonl` | lines of steps that were run again after a resume, moved out of `metrics.jsonl` |
 | `events.jsonl` | one JSON object an event: `start` and `resume`, with the mesh; `checkpoint`, \
-with `checkpoint_stall_s`, the seconds for which it held up the training; `digest` of the state |
+with `checkpoint_stall_s`, the seconds for which it held up the training; `digest` of the state; \
+`bad_step` with what `[guard]` did, why, and on which samples |
 | `tensorboard/` | the same names for TensorBoard (`metrics.tensorboard = false` turns it off) |
 
 - Floats have all their digits: two runs can be compared bitwise (`scripts/report.py --compare A B`).
