@@ -57,33 +57,52 @@ def collate(rows: Sequence[Row | None], seq_len: int, cursor: dict[str, Any], do
     With `document_mask`, positions count from the start of each document, the token that starts a document is not a
     label, and what is padded is a document of its own.
     """
-    shape = (len(rows), seq_len)
-    tokens, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+    lengths = [0 if row is None else len(row.tokens) - 1 for row in rows]
+    if all(row is not None and n == seq_len and row.learnt is None for row, n in zip(rows, lengths)):
+        together = np.stack([row.tokens for row in rows if row is not None])
+        tokens, labels = together[:, :-1].astype(np.int64), together[:, 1:].astype(np.int64)
+    else:
+        tokens, labels = _padded(rows, lengths, seq_len)
     positions = document_ids = None
     if document_mask:
-        positions = np.broadcast_to(np.arange(seq_len), shape).copy()
-        document_ids = np.zeros(shape, dtype=np.int32)
-    for i, row in enumerate(rows):
-        if row is None:
-            continue
-        n = len(row.tokens) - 1
-        tokens[i, :n] = row.tokens[:-1]
-        labels[i, :n] = row.tokens[1:]
-        if row.learnt is not None:
-            labels[i, :n][~row.learnt[1:]] = IGNORE
-        if document_mask:
-            assert row.starts is not None and positions is not None and document_ids is not None
-            labels[i, row.starts - 1] = IGNORE
-            for start in [*row.starts.tolist(), n]:
-                if start < seq_len:
-                    document_ids[i, start:] += 1
-                    positions[i, start:] = np.arange(seq_len - start)
+        starts = [np.empty(0, dtype=np.int64) if row is None else row.starts for row in rows]
+        positions, document_ids = _documents(starts, lengths, labels)
     names = [row.sample_id for row in rows if row is not None]
-    return Batch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        None if positions is None else torch.from_numpy(positions),
-        None if document_ids is None else torch.from_numpy(document_ids),
-        names,
-        cursor,
-    )
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), positions, document_ids, names, cursor)
+
+
+def _padded(rows: Sequence[Row | None], lengths: Sequence[int], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels of rows that are not full, or of which not all is learnt."""
+    tokens = np.zeros((len(rows), seq_len), dtype=np.int64)
+    labels = np.full((len(rows), seq_len), IGNORE, dtype=np.int64)
+    for i, (row, n) in enumerate(zip(rows, lengths)):
+        if row is not None:
+            tokens[i, :n] = row.tokens[:-1]
+            labels[i, :n] = row.tokens[1:]
+            if row.learnt is not None:
+                labels[i, :n][~row.learnt[1:]] = IGNORE
+    return tokens, labels
+
+
+def _documents(
+    starts: Sequence[np.ndarray | None], lengths: Sequence[int], labels: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Positions and document ids of rows in which documents start at `starts`, and padding at `lengths`. Takes the
+    tokens that start documents out of the labels."""
+    n_rows, seq_len = labels.shape
+    begins, numbers = [], []
+    for i, (row_starts, n) in enumerate(zip(starts, lengths)):
+        assert row_starts is not None
+        bounds = [0, *row_starts.tolist()]
+        if bounds[-1] == seq_len:  # the last label would start a document
+            bounds.pop()
+        if bounds[-1] < n < seq_len:
+            bounds.append(n)
+        begins += [i * seq_len + bound for bound in bounds]
+        numbers += range(len(bounds))
+        labels[i, row_starts - 1] = IGNORE
+    begin = np.array(begins)
+    counts = np.diff(begin, append=n_rows * seq_len)
+    positions = np.arange(n_rows * seq_len) - np.repeat(begin, counts)
+    document_ids = np.repeat(np.array(numbers, dtype=np.int32), counts)
+    return torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(document_ids.reshape(labels.shape))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,10 @@ class CollectionRows(ShuffledRows):
         self._seq_len = seq_len
         self._held_out = held_out
 
-    def row(self, number: int, sample_id: str) -> Row:
+    def rows(self, numbers: np.ndarray, sample_ids: Sequence[str]) -> list[Row]:
+        return [self._row(number, name) for number, name in zip(numbers.tolist(), sample_ids)]
+
+    def _row(self, number: int, sample_id: str) -> Row:
         if self._held_out:
             index = int(self._held[number])
         else:

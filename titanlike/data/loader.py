@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlike.data.batch import Batch, Row, collate
 from titanlike.data.order import GlobalOrder, Item, Orders
-from titanlike.data.rows import Address
 from titanlike.data.streams import StreamRows
 from titanlike.errors import UserError
 
@@ -34,31 +34,35 @@ class Reader:
     def __getitem__(self, item: Item) -> Batch | UserError:
         try:
             rows = self._rows(item)
-            for row in rows:
-                if row.tokens.max() >= self._vocab_size:
-                    raise UserError(
-                        f"sample {row.sample_id} (source:pass:row) has the id {row.tokens.max()}, and the vocabulary "
-                        f"has {self._vocab_size} ids"
-                    )
             positions = {name: self._streams[name].position for name in item.streams}
             cursor = {**item.cursor, "sources": {**item.cursor["sources"], **positions}}
-            return collate(rows, item.seq_len, cursor, self._document_mask)
+            batch = collate(rows, item.seq_len, cursor, self._document_mask)
+            last = max(int(row.tokens[-1]) for row in rows)  # these are labels alone
+            if max(int(batch.tokens.max()), last) >= self._vocab_size:
+                self._refuse(rows)
+            return batch
         except UserError as error:
             return error  # raised by the rank: an exception that crosses processes becomes a traceback in a string
 
     def _rows(self, item: Item) -> list[Row]:
-        addresses: dict[str, list[Address]] = {}
-        for name, address in item.rows:
-            addresses.setdefault(name, []).append(address)
         # Streams are read by all dp coordinates alike, whether or not they keep a row.
         streamed = {name: self._streams[name].take(count, item.seq_len) for name, count in item.streams.items()}
-        read = {}
-        for name, some in addresses.items():
-            if name in streamed:
-                read[name] = iter([streamed[name][i] for (i,) in some])
+        rows: list[Row | None] = [None] * item.n_rows
+        for part in item.parts:
+            if part.source in streamed:
+                read = [streamed[part.source][i] for i in part.addresses[:, 0]]
             else:
-                read[name] = iter(self._orders[name, item.seq_len].read(some))
-        return [next(read[name]) for name, _ in item.rows]
+                read = self._orders[part.source, item.seq_len].read(part.addresses)
+            for place, row in zip(part.places.tolist(), read):
+                rows[place] = row
+        return [row for row in rows if row is not None]
+
+    def _refuse(self, rows: list[Row]) -> NoReturn:
+        row = next(row for row in rows if row.tokens.max() >= self._vocab_size)
+        raise UserError(
+            f"sample {row.sample_id} (source:pass:row) has the id {row.tokens.max()}, and the vocabulary has "
+            f"{self._vocab_size} ids"
+        )
 
 
 def load(order: GlobalOrder, reader: Reader, *, workers: int, prefetch: int, pin_memory: bool) -> Iterator[Batch]:

@@ -8,10 +8,15 @@ first, does. All of it is in integers, so that it is the same on every machine a
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+
+import numpy as np
+
+LONGEST_PERIOD = 2**16  # samples
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
@@ -23,14 +28,23 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     return {name: weight // divisor for name, weight in integers.items()}
 
 
-def draw(weights: Sequence[int], drawn: list[int], count: int) -> list[int]:
-    """The sources of the next `count` samples, as indices into `weights`. `drawn`, the number of samples that each has
-    given before, is brought up to date; it must come from earlier calls with these weights, or be all zero."""
+def draw(weights: Sequence[int], drawn: Sequence[int], count: int) -> np.ndarray:
+    """The sources of the next `count` samples, as indices into `weights`. `drawn` is the number of samples that each
+    has given before: from earlier calls with these weights, or all zero."""
     total = sum(weights)
-    positive = [i for i, weight in enumerate(weights) if weight]
-    if len(positive) == 1:
-        drawn[positive[0]] += count
-        return positive * count
+    if total > LONGEST_PERIOD:
+        return np.array(_draw(weights, drawn, count))
+    # After `total` samples each source has given just its weight, and all begins anew.
+    return _period(tuple(weights))[(sum(drawn) + np.arange(count)) % total]
+
+
+@functools.lru_cache(maxsize=16)
+def _period(weights: tuple[int, ...]) -> np.ndarray:
+    return np.array(_draw(weights, [0] * len(weights), sum(weights)))
+
+
+def _draw(weights: Sequence[int], before: Sequence[int], count: int) -> list[int]:
+    total, drawn = sum(weights), list(before)
 
     def first_time(i: int) -> int:
         return drawn[i] * total // weights[i] + 1
@@ -39,7 +53,7 @@ def draw(weights: Sequence[int], drawn: list[int], count: int) -> list[int]:
         return -(-(drawn[i] + 1) * total // weights[i])
 
     time = sum(drawn)
-    waiting = [(first_time(i), i) for i in positive]
+    waiting = [(first_time(i), i) for i, weight in enumerate(weights) if weight]
     heapq.heapify(waiting)
     ready: list[tuple[int, int]] = []
     sources = []

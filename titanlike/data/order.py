@@ -9,20 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from titanlike.data.mixture import draw
 from titanlike.data.plan import Plan, Stage
-from titanlike.data.rows import Address, Position, RowOrder
+from titanlike.data.rows import Position, RowOrder
 
 Orders = Mapping[tuple[str, int], RowOrder]
 """By source and seq_len. A source that is not among them is a stream."""
+
+
+class Part(NamedTuple):
+    """The rows of a dp coordinate's batch that one source gives."""
+
+    source: str
+    places: np.ndarray
+    """which rows of the batch they are"""
+    addresses: np.ndarray
+    """of an order; of a stream, [rows, 1]: which of its rows in the global batch they are"""
 
 
 class Item(NamedTuple):
     """A global batch as one dp coordinate sees it: little, for it crosses to a worker."""
 
     seq_len: int
-    rows: list[tuple[str, Address]]
-    """source and address of each row of this dp coordinate; of a stream the row's place among `streams`"""
+    n_rows: int
+    """of this dp coordinate"""
+    parts: list[Part]
+    """where they come from"""
     streams: dict[str, int]
     """how many rows of the whole global batch come from each stream"""
     cursor: dict[str, Any]
@@ -56,28 +70,32 @@ class GlobalOrder:
             stage = self._plan.stage_at(self._step)
             if stage is not self._stage:
                 self._stage, self._drawn = stage, dict.fromkeys(stage.weights, 0)
-            rows, streams = self._next_rows(stage)
-            self._samples += len(rows)
-            yield Item(stage.seq_len, rows[self._mine], streams, self._cursor(stage))
+            parts, streams = self._next_parts(stage)
+            self._samples += self._global_batch_size
+            n_rows = self._mine.stop - self._mine.start
+            yield Item(stage.seq_len, n_rows, parts, streams, self._cursor(stage))
 
-    def _next_rows(self, stage: Stage) -> tuple[list[tuple[str, Address]], dict[str, int]]:
-        names, drawn = list(stage.weights), list(self._drawn.values())
-        sources = draw(list(stage.weights.values()), drawn, self._global_batch_size)
-        addresses: dict[str, Iterator[Address]] = {}
-        streams = {}
-        for name, before, after in zip(names, self._drawn.values(), drawn):
-            order = self._orders.get((name, stage.seq_len))
-            if after == before:
+    def _next_parts(self, stage: Stage) -> tuple[list[Part], dict[str, int]]:
+        sources = draw(list(stage.weights.values()), list(self._drawn.values()), self._global_batch_size)
+        mine = sources[self._mine]
+        parts, streams = [], {}
+        for i, name in enumerate(stage.weights):
+            count = int(np.count_nonzero(sources == i))
+            if not count:
                 continue
+            order = self._orders.get((name, stage.seq_len))
             if order is None:
-                streams[name] = after - before
-                addresses[name] = iter((i,) for i in range(after - before))
+                streams[name] = count
+                addresses = np.arange(count)[:, None]
             else:
                 position = order.begin() if name not in self._positions else order.carry(self._positions[name])
-                taken, self._positions[name] = order.take(position, after - before)
-                addresses[name] = iter(taken)
-        self._drawn = dict(zip(names, drawn))
-        return [(names[source], next(addresses[names[source]])) for source in sources], streams
+                addresses, self._positions[name] = order.take(position, count)
+            first = int(np.count_nonzero(sources[: self._mine.start] == i))
+            places = np.flatnonzero(mine == i)
+            if len(places):
+                parts.append(Part(name, places, addresses[first : first + len(places)]))
+            self._drawn = {**self._drawn, name: self._drawn[name] + count}
+        return parts, streams
 
     def _cursor(self, stage: Stage) -> dict[str, Any]:
         return {

@@ -12,14 +12,14 @@ A document longer than seq_len + 1 tokens is cut every seq_len tokens, as one te
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from titanlike.data.batch import Row
 from titanlike.data.permutation import key_of, permute
-from titanlike.data.rows import Address, Position
+from titanlike.data.rows import Addresses, Position
 from titanlike.data.store import View
 
 WINDOW_TOKENS = 2**22
@@ -65,32 +65,39 @@ class BestFitRows:
         over, index = divmod(-(-read * self.n_windows // position["of"]), self.n_windows)
         return {**self.begin(), "epoch": position["epoch"] + over, "index": index}
 
-    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+    def take(self, position: Position, count: int) -> tuple[Addresses, Position]:
         epoch, window, row = position["epoch"], position["index"], position["row"]
-        taken: list[Address] = []
-        while len(taken) < count:
+        taken, left = [], count
+        while left:
             n = len(self._window(epoch, window).rows)
-            some = range(row, min(row + count - len(taken), n))
-            taken += [(epoch, window, i) for i in some]
-            row = some.stop
+            some = np.arange(row, min(row + left, n))
+            taken.append(np.stack((np.full_like(some, epoch), np.full_like(some, window), some), axis=1))
+            left, row = left - len(some), row + len(some)
             if row == n:
                 row, window = 0, window + 1
             if window == self.n_windows:
                 window, epoch = 0, epoch + 1
-        return taken, {**self.begin(), "epoch": epoch, "index": window, "row": row}
+        position = {**self.begin(), "epoch": epoch, "index": window, "row": row}
+        return np.concatenate(taken), position
 
-    def read(self, addresses: Sequence[Address]) -> list[Row]:
+    def read(self, addresses: Addresses) -> list[Row]:
         """A sample id is source:epoch:window.row."""
-        return [self._row(*address) for address in addresses]
-
-    def _row(self, epoch: int, window: int, index: int) -> Row:
-        packed = self._window(epoch, window)
-        spans = [(int(packed.start[i]), int(packed.start[i] + packed.length[i])) for i in packed.rows[index]]
-        starts = np.cumsum([stop - start for start, stop in spans[:-1]], dtype=np.int64)
-        tokens = np.concatenate([self._view.read(*span) for span in spans])
-        learnt = [some for span in spans if (some := self._view.read_learnt(*span)) is not None]
-        name = f"{self.name}:{epoch}:{window}.{index}"
-        return Row(tokens, starts, name, np.concatenate(learnt) if learnt else None)
+        wanted: list[tuple[Window, list[int]]] = []
+        for epoch, window, row in addresses.tolist():
+            packed = self._window(epoch, window)
+            wanted.append((packed, packed.rows[row]))
+        start = np.concatenate([packed.start[pieces] for packed, pieces in wanted])
+        length = np.concatenate([packed.length[pieces] for packed, pieces in wanted])
+        parts = iter(self._view.parts(start, start + length, find_starts=False))
+        rows = []
+        for (_, pieces), (epoch, window, row) in zip(wanted, addresses.tolist()):
+            some = list(islice(parts, len(pieces)))
+            starts = np.cumsum([len(part.tokens) for part in some[:-1]], dtype=np.int64)
+            learnt = [part.learnt for part in some if part.learnt is not None]
+            tokens = np.concatenate([part.tokens for part in some])
+            name = f"{self.name}:{epoch}:{window}.{row}"
+            rows.append(Row(tokens, starts, name, np.concatenate(learnt) if learnt else None))
+        return rows
 
     @property
     def rows_per_pass(self) -> float:

@@ -17,8 +17,8 @@ from titanlike.data.store import View
 
 Position = dict[str, Any]
 """JSON: how far a source has been read: `epoch` complete passes, and `index` parts `of` so many of the current one."""
-Address = tuple[int, ...]
-"""Where a row is: epoch and place in it."""
+Addresses = np.ndarray
+"""Where rows are: int64 [rows, 2 or 3], epoch and place in it."""
 
 
 class RowOrder(Protocol):
@@ -32,11 +32,11 @@ class RowOrder(Protocol):
         """A position of the same source as one of this order, if its rows were cut in another way."""
         ...
 
-    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+    def take(self, position: Position, count: int) -> tuple[Addresses, Position]:
         """The next `count` rows, and the position after them."""
         ...
 
-    def read(self, addresses: Sequence[Address]) -> list[Row]:
+    def read(self, addresses: Addresses) -> list[Row]:
         """The rows at addresses."""
         ...
 
@@ -54,8 +54,8 @@ class ShuffledRows:
         self.name = name
         self._seed = seed
 
-    def row(self, number: int, sample_id: str) -> Row:
-        """Row `number` of `n_rows`."""
+    def rows(self, numbers: np.ndarray, sample_ids: Sequence[str]) -> list[Row]:
+        """Rows by their numbers in [0, n_rows)."""
         raise NotImplementedError
 
     def begin(self) -> Position:
@@ -66,20 +66,21 @@ class ShuffledRows:
         index = -(-(position["index"] + (position.get("row", 0) > 0)) * self.n_rows // position["of"])
         return self._position(position["epoch"] * self.n_rows + index)
 
-    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+    def take(self, position: Position, count: int) -> tuple[Addresses, Position]:
         assert position["of"] == self.n_rows
         first = position["epoch"] * self.n_rows + position["index"]
-        return [divmod(i, self.n_rows) for i in range(first, first + count)], self._position(first + count)
+        addresses = np.stack(np.divmod(np.arange(first, first + count), self.n_rows), axis=1)
+        return addresses, self._position(first + count)
 
-    def read(self, addresses: Sequence[Address]) -> list[Row]:
+    def read(self, addresses: Addresses) -> list[Row]:
         """A sample id is source:epoch:number of the row."""
-        epochs = np.array([epoch for epoch, _ in addresses])
-        numbers = np.array([index for _, index in addresses])
-        for epoch in np.unique(epochs):
-            key = key_of("order", self._seed, self.name, int(epoch))
+        epochs, indices = addresses[:, 0], addresses[:, 1]
+        numbers = np.empty(len(addresses), dtype=np.int64)
+        for epoch in set(epochs.tolist()):
             chosen = epochs == epoch
-            numbers[chosen] = permute(numbers[chosen], self.n_rows, key)
-        return [self.row(number, f"{self.name}:{epoch}:{number}") for epoch, number in zip(epochs, numbers.tolist())]
+            numbers[chosen] = permute(indices[chosen], self.n_rows, key_of("order", self._seed, self.name, epoch))
+        names = [f"{self.name}:{epoch}:{number}" for epoch, number in zip(epochs.tolist(), numbers.tolist())]
+        return self.rows(numbers, names)
 
     @property
     def rows_per_pass(self) -> float:
@@ -101,8 +102,8 @@ class ConcatRows(ShuffledRows):
         self._seq_len = seq_len
         self._find_starts = find_starts
 
-    def row(self, number: int, sample_id: str) -> Row:
-        start = number * self._seq_len
-        stop = min(start + self._seq_len + 1, self._view.n_tokens)
-        starts = self._view.starts_in(start, stop) - start if self._find_starts else None
-        return Row(self._view.read(start, stop), starts, sample_id, self._view.read_learnt(start, stop))
+    def rows(self, numbers: np.ndarray, sample_ids: Sequence[str]) -> list[Row]:
+        start = numbers * self._seq_len
+        stop = np.minimum(start + self._seq_len + 1, self._view.n_tokens)
+        parts = self._view.parts(start, stop, self._find_starts)
+        return [Row(part.tokens, part.starts, name, part.learnt) for part, name in zip(parts, sample_ids)]

@@ -9,7 +9,7 @@ Properties:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,6 +58,37 @@ class ArrayShard(NamedTuple):
         return len(self.starts) - 1
 
 
+class Part(NamedTuple):
+    """A part of the documents."""
+
+    tokens: np.ndarray
+    starts: np.ndarray | None
+    """where in it documents start, but for its own beginning, int64; None if nobody asked"""
+    learnt: np.ndarray | None
+    """which tokens are labels, bool; None: all"""
+
+
+def joined(parts: Sequence[Part], starts: np.ndarray | None) -> Part:
+    """Parts, one after the other, as one that has these starts."""
+    learnt = [part.learnt for part in parts if part.learnt is not None]
+    return Part(np.concatenate([part.tokens for part in parts]), starts, np.concatenate(learnt) if learnt else None)
+
+
+def _parts_of(shard: Shard, low: np.ndarray, high: np.ndarray, find_starts: bool, find_learnt: bool) -> list[Part]:
+    """The parts of a shard at its positions [low, high)."""
+    spans = list(zip(low.tolist(), high.tolist()))
+    tokens = [shard.tokens[a:b] for a, b in spans]
+    starts: list[np.ndarray | None] = [None] * len(spans)
+    learnt: list[np.ndarray | None] = [None] * len(spans)
+    if find_starts:
+        first, last = np.searchsorted(shard.starts, low, side="right"), np.searchsorted(shard.starts, high, side="left")
+        starts = [shard.starts[i:j] - a for i, j, (a, _) in zip(map(int, first), map(int, last), spans)]
+    if find_learnt:
+        flags = shard.learnt
+        learnt = [np.ones(b - a, dtype=bool) if flags is None else flags[a:b] for a, b in spans]
+    return [Part(*fields) for fields in zip(tokens, starts, learnt)]
+
+
 class TokenStore:
     """Documents in one or more shards. Positions and document numbers run over all shards."""
 
@@ -80,48 +111,30 @@ class TokenStore:
                 digest.update(np.ascontiguousarray(shard.learnt).data)
         return digest.hexdigest()
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens at positions [start, stop)."""
-        parts = [self._shards[i].tokens[low:high] for i, low, high in self._parts(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def parts(self, start: np.ndarray, stop: np.ndarray, find_starts: bool) -> list[Part]:
+        """The parts at positions [start, stop), any number of them, in the order asked for."""
+        shard_of = np.searchsorted(self._first_position, start, side="right") - 1
+        low = start - self._first_position[shard_of]
+        high = low + stop - start
+        found: list[Part] = [None] * len(start)  # type: ignore[list-item]
+        for number in map(int, np.unique(shard_of)):
+            shard, chosen = self._shards[number], np.flatnonzero(shard_of == number)
+            parts = _parts_of(shard, low[chosen], high[chosen], find_starts, self.has_learnt)
+            for i, part in zip(chosen.tolist(), parts):
+                found[i] = part
+        for crossing in np.flatnonzero(stop > self._first_position[shard_of + 1]):
+            found[crossing] = self._across(int(start[crossing]), int(stop[crossing]), find_starts)
+        return found
 
-    def read_learnt(self, start: int, stop: int) -> np.ndarray | None:
-        """Which of the tokens at positions [start, stop) are labels, bool; None if all of the store are."""
-        if not self.has_learnt:
-            return None
-        parts = []
-        for i, low, high in self._parts(start, stop):
-            learnt = self._shards[i].learnt
-            parts.append(np.ones(high - low, dtype=bool) if learnt is None else learnt[low:high])
-        return np.concatenate(parts)
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, start, stop in the shard) of each shard that [start, stop) touches."""
-        shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
-        while start < stop:
-            first, end = int(self._first_position[shard]), int(self._first_position[shard + 1])
-            yield shard, start - first, min(stop, end) - first
-            start, shard = end, shard + 1
-
-    def document_at(self, position: int) -> int:
-        """The number of the document that has the token at `position`; n_documents at the end."""
-        if position >= self.n_tokens:
-            return self.n_documents
-        shard = int(np.searchsorted(self._first_position, position, side="right")) - 1
-        within = position - int(self._first_position[shard])
-        return int(self._first_document[shard] + np.searchsorted(self._shards[shard].starts, within, side="right")) - 1
-
-    def starts_in(self, start: int, stop: int) -> np.ndarray:
-        """The positions in (start, stop) at which documents start, ascending, int64."""
-        shard = int(np.searchsorted(self._first_position, start, side="right")) - 1
-        parts = [np.empty(0, dtype=np.int64)]
-        while shard < len(self._shards) and (first := int(self._first_position[shard])) < stop:
-            starts = self._shards[shard].starts[:-1]
-            low = np.searchsorted(starts, start - first, side="right")
-            high = np.searchsorted(starts, stop - first, side="left")
-            parts.append(np.asarray(starts[low:high], dtype=np.int64) + first)
-            shard += 1
-        return np.concatenate(parts)
+    def _across(self, start: int, stop: int, find_starts: bool) -> Part:
+        """A part that several shards have."""
+        ends = self._first_position[(self._first_position > start) & (self._first_position < stop)]
+        cuts = np.concatenate(([start], ends, [stop]))
+        pieces = self.parts(cuts[:-1], cuts[1:], find_starts)
+        if not find_starts:
+            return joined(pieces, None)
+        starts = [piece.starts + cut - start for piece, cut in zip(pieces, cuts) if piece.starts is not None]
+        return joined(pieces, np.sort(np.concatenate((ends - start, *starts))))
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The positions [start, stop) of each of `documents` (any order), two int64 arrays."""
@@ -150,25 +163,30 @@ class View:
         self.n_tokens = int(self._position[-1])
         self.n_documents = int(self._document[-1])
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens at the view's positions [start, stop)."""
-        parts = [self.store.read(low, high) for low, high, _ in self._pieces(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def parts(self, start: np.ndarray, stop: np.ndarray, find_starts: bool) -> list[Part]:
+        """The parts of the view at positions [start, stop), any number of them, in the order asked for."""
+        i = np.searchsorted(self._position, start, side="right") - 1
+        low = self._starts[i] + start - self._position[i]
+        found = self.store.parts(low, low + stop - start, find_starts)
+        for crossing in np.flatnonzero(stop > self._position[i + 1]):
+            found[crossing] = self._across(int(start[crossing]), int(stop[crossing]), find_starts)
+        return found
 
-    def read_learnt(self, start: int, stop: int) -> np.ndarray | None:
-        """Which of the tokens at the view's positions [start, stop) are labels, bool; None if all of the store are."""
-        parts = [self.store.read_learnt(low, high) for low, high, _ in self._pieces(start, stop)]
-        found = [part for part in parts if part is not None]  # all or none are
-        return np.concatenate(found) if found else None
-
-    def starts_in(self, start: int, stop: int) -> np.ndarray:
-        """The view's positions in (start, stop) at which documents start, ascending, int64."""
-        parts = [np.empty(0, dtype=np.int64)]
-        for low, high, position in self._pieces(start, stop):
-            if position > start:
-                parts.append(np.array([position], dtype=np.int64))
-            parts.append(self.store.starts_in(low, high) - low + position)
-        return np.concatenate(parts)
+    def _across(self, start: int, stop: int, find_starts: bool) -> Part:
+        """A part that several ranges have."""
+        pieces, starts = [], []
+        i = int(np.searchsorted(self._position, start, side="right")) - 1
+        position = start
+        while position < stop:
+            end = min(stop, int(self._position[i + 1]))
+            low = self._starts[i] + position - self._position[i]
+            piece = self.store.parts(np.array([low]), np.array([low + end - position]), find_starts)[0]
+            pieces.append(piece)
+            if piece.starts is not None:
+                begins = [] if position == start else [position - start]
+                starts.append(np.concatenate((np.array(begins, dtype=np.int64), piece.starts + position - start)))
+            position, i = end, i + 1
+        return joined(pieces, np.concatenate(starts) if find_starts else None)
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The view's positions [start, stop) of each of the view's `documents` (any order), two int64 arrays."""
@@ -176,15 +194,6 @@ class View:
         start, stop = self.store.spans(self._first[i] + documents - self._document[i])
         shift = self._position[i] - self._starts[i]
         return np.maximum(start, self._starts[i]) + shift, np.minimum(stop, self._stops[i]) + shift
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop) in the store and the position in the view of each range that [start, stop) touches."""
-        i = int(np.searchsorted(self._position, start, side="right")) - 1
-        while start < stop:
-            end = min(stop, int(self._position[i + 1]))
-            low = int(self._starts[i]) + start - int(self._position[i])
-            yield low, low + end - start, start
-            start, i = end, i + 1
 
 
 def whole(store: TokenStore) -> View:

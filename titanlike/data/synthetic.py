@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from titanlike.data.batch import Row
@@ -18,7 +20,10 @@ class SyntheticRows(ShuffledRows):
         self._vocab_size = vocab_size
         self._seq_len = seq_len
 
-    def row(self, number: int, sample_id: str) -> Row:
-        generator = np.random.default_rng((self._seed, number))
-        tokens = generator.integers(self._vocab_size, size=self._seq_len + 1, dtype=np.uint32)
-        return Row(tokens, np.empty(0, dtype=np.int64), sample_id)
+    def rows(self, numbers: np.ndarray, sample_ids: Sequence[str]) -> list[Row]:
+        generators = (np.random.default_rng((self._seed, number)) for number in numbers.tolist())
+        size, none = self._seq_len + 1, np.empty(0, dtype=np.int64)
+        return [
+            Row(generator.integers(self._vocab_size, size=size, dtype=np.uint32), none, name)
+            for generator, name in zip(generators, sample_ids)
+        ]

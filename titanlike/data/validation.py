@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from titanlike.data.batch import IGNORE, Batch, Row, collate
-from titanlike.data.rows import Address, Position, RowOrder
+from titanlike.data.rows import Addresses, Position, RowOrder
 
 CHUNK = 256  # rows of a pass that are listed at a time
 
@@ -23,12 +23,11 @@ class ValidationSet:
         self._seq_len = seq_len
         self._document_mask = document_mask
         self._dp_coordinate, self._dp = dp_coordinate, dp
-        self._addresses: list[Address] = []
-        position = rows.begin()
-        while position["epoch"] == 0 and (not samples or len(self._addresses) < samples):
+        chunks, position = [], rows.begin()
+        while position["epoch"] == 0 and (not samples or len(chunks) * CHUNK < samples):
             taken, position = rows.take(position, CHUNK)
-            self._addresses += [address for address in taken if address[0] == 0]
-        self._addresses = self._addresses[: samples or None]
+            chunks.append(taken[taken[:, 0] == 0])
+        self._addresses = np.concatenate(chunks)[: samples or None]
         self.n_rows = len(self._addresses)
 
     def batches(self, rows: int) -> Iterator[Batch]:
@@ -48,7 +47,8 @@ class ValidationSet:
         return unigram_entropy(counts)
 
     def _batch(self, first: int, rows: int) -> Batch:
-        read = self._rows.read(self._addresses[first : first + rows])
+        mine = self._addresses[first : first + rows]
+        read = self._rows.read(mine) if len(mine) else []
         return collate([*read, *[None] * (rows - len(read))], self._seq_len, {}, self._document_mask)
 
 
@@ -64,13 +64,14 @@ class ListedRows:
     def carry(self, position: Position) -> Position:
         return position
 
-    def take(self, position: Position, count: int) -> tuple[list[Address], Position]:
+    def take(self, position: Position, count: int) -> tuple[Addresses, Position]:
         stop = min(position["index"] + count, len(self._rows))
-        taken: list[Address] = [(0, i) for i in range(position["index"], stop)]
-        return taken, {"epoch": int(stop == len(self._rows)), "index": stop, "of": len(self._rows)}
+        indices = np.arange(position["index"], stop)
+        after = {"epoch": int(stop == len(self._rows)), "index": stop, "of": len(self._rows)}
+        return np.stack((np.zeros_like(indices), indices), axis=1), after
 
-    def read(self, addresses: Sequence[Address]) -> list[Row]:
-        return [self._rows[i] for _, i in addresses]
+    def read(self, addresses: Addresses) -> list[Row]:
+        return [self._rows[i] for i in addresses[:, 1]]
 
     @property
     def rows_per_pass(self) -> float:

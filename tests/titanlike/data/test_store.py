@@ -25,16 +25,24 @@ def store_of(lengths: list[int], shards: int = 1) -> TokenStore:
 LENGTHS = np.random.default_rng(0).integers(2, 40, 60).tolist()
 
 
+def read(store: TokenStore | View, start: int, stop: int) -> tuple[list[int], list[int]]:
+    """Tokens, and the positions at which documents start."""
+    part = store.parts(np.array([start]), np.array([stop]), find_starts=True)[0]
+    assert part.starts is not None and part.learnt is None
+    return part.tokens.tolist(), (part.starts + start).tolist()
+
+
 @pytest.mark.parametrize("shards", [1, 4])
 def test_positions_and_documents_run_over_all_shards(shards: int) -> None:
     store, starts = store_of(LENGTHS, shards), np.concatenate(([0], np.cumsum(LENGTHS)))
     assert (store.n_tokens, store.n_documents) == (sum(LENGTHS), 60)
-    for a in range(0, store.n_tokens, 7):
-        for b in range(a + 1, store.n_tokens + 1, 31):
-            assert store.read(a, b).tolist() == list(range(a, b))
-            assert store.starts_in(a, b).tolist() == [s for s in starts[:-1] if a < s < b]
-        assert store.document_at(a) == np.searchsorted(starts, a, side="right") - 1
-    assert store.document_at(store.n_tokens) == 60
+    low, high = (
+        np.ravel(a) for a in np.meshgrid(np.arange(0, store.n_tokens, 7), np.arange(1, store.n_tokens + 1, 31))
+    )
+    low, high = low[low < high], high[low < high]
+    for a, b, part in zip(low.tolist(), high.tolist(), store.parts(low, high, find_starts=True)):
+        assert part.tokens.tolist() == list(range(a, b))
+        assert part.starts is not None and (part.starts + a).tolist() == [s for s in starts[:-1] if a < s < b]
     chosen = np.array([59, 3, 3, 31, 0])
     low, high = store.spans(chosen)
     assert low.tolist() == starts[chosen].tolist() and high.tolist() == starts[chosen + 1].tolist()
@@ -47,23 +55,25 @@ def test_a_view_is_the_documents_that_are_left(shards: int) -> None:
     assert held is not None
 
     def documents(view: View) -> list[list[int]]:
-        tokens = view.read(0, view.n_tokens).tolist()
-        cuts = [0, *view.starts_in(0, view.n_tokens).tolist(), view.n_tokens]
-        return [tokens[a:b] for a, b in itertools.pairwise(cuts)]
+        tokens, begins = read(view, 0, view.n_tokens)
+        found = [tokens[a:b] for a, b in itertools.pairwise([0, *begins, view.n_tokens])]
+        low, high = view.spans(np.arange(view.n_documents))
+        assert found == [tokens[a:b] for a, b in zip(low, high)]
+        return found
 
     everything = [list(range(a, b)) for a, b in itertools.pairwise(starts)]
     assert sorted(documents(training) + documents(held)) == everything
     assert len(documents(held)) == 12
     assert documents(training) == sorted(documents(training))
-    tokens = [token for document in documents(training) for token in document]
+    tokens, begins = read(training, 0, training.n_tokens)
     for a in range(0, training.n_tokens, 11):
         for b in range(a + 1, training.n_tokens + 1, 37):
-            assert training.read(a, b).tolist() == tokens[a:b]
+            assert read(training, a, b) == (tokens[a:b], [s for s in begins if a < s < b])
 
 
 def test_what_is_held_out_depends_on_the_seed_alone() -> None:
     held = [split(store_of(LENGTHS, shards), 0.2, seed)[1] for shards, seed in ((1, 3), (4, 3), (1, 4))]
-    tokens = [view.read(0, view.n_tokens).tolist() for view in held if view is not None]
+    tokens = [read(view, 0, view.n_tokens) for view in held if view is not None]
     assert tokens[0] == tokens[1] != tokens[2]
 
 
@@ -71,13 +81,15 @@ def test_a_single_document_gives_up_its_end() -> None:
     """No validation at all, or no training, with one large file."""
     training, held = split(store_of([1000]), 0.05, seed=0)
     assert held is not None
-    assert training.read(0, training.n_tokens).tolist() == list(range(950))
-    assert held.read(0, held.n_tokens).tolist() == list(range(950, 1000))
+    assert read(training, 0, training.n_tokens)[0] == list(range(950))
+    assert read(held, 0, held.n_tokens)[0] == list(range(950, 1000))
     training, held = split(store_of([3]), 0.9, seed=0)
     assert held is None and training.n_tokens == 3
     training, held = split(store_of([5, 5]), 0.99, seed=0)
     assert held is not None and training.n_tokens == held.n_tokens == 5
     assert split(store_of([5, 5]), 0, seed=0)[1] is None
+    training, held = split(store_of([5, 900, 5]), 0.1, seed=0)
+    assert held is not None and training.spans(np.arange(3))[1].tolist() == [5, 814, 819]
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 32, 5000])
