@@ -1,7 +1,7 @@
 """torch.compile of a pipeline stage, whole or block by block.
 
 - `stage`: one graph from tokens or hidden states to hidden states or loss. Compile time grows with the layers.
-- `block`: one graph for a block, reused by all layers, and one for head and loss. Compile time stays the same with depth.
+- `block`: one graph for a block, reused by all layers, and one for head and loss. Depth adds no compile time.
 
 A graph break is an error (`fullgraph`), and so never silent. Tensor-parallel collectives are inside the graphs.
 Parameter names do not change: forwards are compiled, modules are not wrapped.
