@@ -227,7 +227,7 @@ def report(
         ratio = statistics.median(a / b for a, b in zip(seconds[raw], seconds[name], strict=True))
         print(f"  {name:11} {statistics.median(middle):5.2f} ({max(middle):5.2f})   {ratio:4.2f} of raw")
     digest = statistics.median(seconds["digest"])
-    print(f"  digest      {gigabytes / digest:5.2f}, {gigabytes / digest / (os.cpu_count() or 1):.2f} per core")
+    print(f"  digest      {gigabytes / digest:5.2f}, {gigabytes / digest / world:.2f} per core: it works on one")
     stall = statistics.median(seconds["stall"])
     print(
         f"stall of an asynchronous save: {stall / gigabytes:.3f} s per GB; a first, unprepared: {cold / gigabytes:.3f}"
