@@ -33,8 +33,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def texts(folder: Path, tokenizer: Any, name: str) -> list[str]:
     store = TokenStore(open_shards(str(folder), tokenizer, name))
-    starts, stops = store.spans(np.arange(store.n_documents))
-    documents = [store.read(start, stop).tolist() for start, stop in zip(starts, stops)]
+    parts = store.parts(*store.spans(np.arange(store.n_documents)), find_starts=False)
+    documents = [part.tokens.tolist() for part in parts]
     assert all(document[-1] == tokenizer.end_id for document in documents)
     return [tokenizer.decode(document[:-1]) for document in documents]
 
@@ -148,7 +148,8 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
     metadata = prepare(source, name, tmp_path / "out", workers=1, shard_bytes=1000)
     assert (metadata["dtype"], metadata["vocab_size"]) == ("uint32", 70_001)
     store = TokenStore(open_shards(str(tmp_path / "out"), load_tokenizer(name), name))
-    assert store.read(0, store.n_tokens).tolist() == [1, 70_000, 70_000, 1, 0]
+    [part] = store.parts(np.array([0]), np.array([store.n_tokens]), find_starts=False)
+    assert part.tokens.tolist() == [1, 70_000, 70_000, 1, 0]
 
 
 @pytest.fixture
