@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ class Bench:
         self.writer = self.checkpointer("sync")
         self.background = self.checkpointer("async")
 
-    def checkpointer(self, mode: str) -> Checkpointer:
+    def checkpointer(self, mode: Literal["sync", "async"]) -> Checkpointer:
         return Checkpointer(CheckpointConfig(mode=mode, keep_last=0), self.folder / mode, say=lambda line: None)
 
     def note(self, name: str, action: Callable[[], object]) -> float:
