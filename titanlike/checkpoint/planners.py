@@ -64,7 +64,10 @@ class ShardSavePlanner(DefaultSavePlanner):
             plan if plan.usable else before
             for plan, before in zip(all_plans, self.cache.everyones or all_plans, strict=True)
         ]
-        plans, self.cache.metadata = super().create_global_plan(everyones)
+        try:
+            plans, self.cache.metadata = super().create_global_plan(everyones)
+        except ValueError as error:  # boxes that overlap, or don't cover their tensor
+            raise CheckpointError(f"what the ranks hold does not make up the state: {error}") from error
         self.cache.everyones = everyones
         return plans, self.cache.metadata
 

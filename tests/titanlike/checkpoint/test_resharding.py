@@ -193,3 +193,21 @@ def test_shards_that_do_not_cover_a_tensor_are_not_saved(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="a has 20 elements, but the ranks hold 10 of them"):
         checkpointer.save(1, {"a": Shard(torch.zeros(2, 5), (4, 5), (0, 0))}, {})
     assert checkpointer.latest_step() is None
+
+
+def _save_badly(folder: str, how: str) -> str:
+    rank = dist.get_rank()
+    start = {"overlap": (0, 3), "gap": (0, 6)}[how][rank]
+    shard = Shard(torch.zeros(5, 2)[: 10 - start if how == "gap" and rank else 5], (10, 2), (start, 0))
+    try:
+        Checkpointer(CheckpointConfig(mode="sync"), folder).save(1, {"a": shard}, {})
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("how", ["overlap", "gap"])
+def test_boxes_that_overlap_or_leave_gaps_are_not_saved(how: str, tmp_path: Path) -> None:
+    for message in run_ranks(2, _save_badly, str(tmp_path), how):
+        assert "what the ranks hold does not make up the state" in message, message
+    assert not list((tmp_path / "checkpoints").glob("*") if (tmp_path / "checkpoints").exists() else [])
