@@ -155,6 +155,7 @@ class Run:
                 "lr": result.lr,
                 "tokens": self.tokens,
             }
+            values |= {f"passes/{name}": passes for name, passes in self.data.passes(batch.cursor).items()}
             values |= {f"lr/{n}": result.lr * group.lr_scale for n, group in enumerate(config.optimizer.groups)}
             if verdict is not None:
                 tell_bad_step(self, step, verdict, batch, values, before, result.updated)
