@@ -23,7 +23,9 @@ from titanlike.config import Config, load_config
 from titanlike.errors import UserError
 from titanlike.loss import IGNORE
 from titanlike.verify import verify
+from titanlike.verify.compare import Check, Difference
 from titanlike.verify.launch import RankFailed, Ranks
+from titanlike.verify.pieces import Key, RankRecord
 from titanlike.verify.report import Report, describe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -421,7 +423,14 @@ def test_a_difference_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     import titanlike.verify
 
-    report = verify(config(mesh__pp=2), plant=stage_1_doubled)
+    record = RankRecord(1, 1, 0, 0, [], {}, set(), {}, [])
+    difference = Difference("layers.1.ffn_norm.weight", math.inf, [], (3,), 2.0, 1.0, record)
+    checks = [
+        Check(Key("weights", 0), 21, 0.0, [], {}),
+        Check(Key("gradients", 1), 21, math.inf, [difference], {}),
+    ]
+    mesh = {"pp": 2, "dp": 1, "tp": 1}
+    report = Report(mesh, [("mesh", "pp 2")], [("model.dim", 64, 16)], ["a note"], checks, ["read [so]"], 1.0)
     monkeypatch.setattr(titanlike.verify, "verify", lambda *_: report)
     threads = torch.get_num_threads()
     for arguments in ([], ["--json"]):
@@ -429,11 +438,13 @@ def test_a_difference_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert runpy.run_path(str(ROOT / "scripts/verify.py"), run_name="imported")["main"]() == 1
     torch.set_num_threads(threads)
     text, _, rest = capsys.readouterr().out.partition("\nNot the same run.")
-    assert "first difference: gradients in step 1: layers.1.attention_norm.weight\n" in text
-    assert "ratio: 2x" in text
+    assert "note: a note\nfirst difference: gradients in step 1: layers.1.ffn_norm.weight\n" in text
+    assert "  worst element: [3] is 2 on rank 1 (pp 1, dp 0, tp 0), 1 on one rank\n  ratio: 2x\n" in text
+    assert text.endswith("  reading: read [so]")
     told = json.loads(rest[rest.index("{") :])
-    assert told["first_difference"]["tensor"] == "layers.1.attention_norm.weight"
-    assert told["first_difference"]["ratio"] == pytest.approx(2.0)
+    assert told["same"] is False and told["checks"][1]["max_abs_error"] == "inf"
+    first_difference = told["first_difference"]
+    assert (first_difference["tensor"], first_difference["ratio"]) == ("layers.1.ffn_norm.weight", 2.0)
 
 
 # What the small config keeps.

@@ -108,5 +108,6 @@ def _about(config: Config) -> list[tuple[str, str]]:
     )
     clip = f"clipped to {train.max_grad_norm:.4g}" if train.max_grad_norm else "not clipped"
     lines.append(("optimizer", f"{config.optimizer.name}, {clip}, {len(config.optimizer.groups)} groups"))
-    lines.append(("compile", f"{config.compile.enable}; activation checkpointing: {config.activation_checkpoint.mode}"))
+    compiled = "on" if config.compile.enable else "off"
+    lines.append(("compile", f"{compiled}, activation checkpointing {config.activation_checkpoint.mode}"))
     return lines

@@ -155,7 +155,8 @@ def _connection_lost(text: str) -> bool:
 
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["titanlike.verify.rank"])
+    # The optimizer imports dynamo at its first step: once for all ranks here, instead of in each.
+    context.set_forkserver_preload(["titanlike.verify.rank", "torch._dynamo"])
     # The server, and so each rank, has the environment of its start; OpenMP reads this one when it is loaded.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
