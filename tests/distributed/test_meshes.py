@@ -74,3 +74,12 @@ def test_a_mesh_of_eight_is_the_same_run(mesh: tuple[int, int, int]) -> None:
 def test_a_mesh_with_the_plain_settings_is_the_same_run(mesh: tuple[int, int, int]) -> None:
     """Symptom: two settings hide each other's fault."""
     assert_same_run(case(*mesh, model__n_layers=4), timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (1, 1, 8)], ids=str)
+def test_one_axis_of_eight_is_the_same_run(mesh: tuple[int, int, int]) -> None:
+    """Symptom: the last of many ranks gets an empty or a short part. tp 8 has 2 kv heads, each on 4 ranks, and 4 of the
+    67 ids on its last rank; dp 8 has ranks that own nothing of a bias."""
+    sizes = {"model__n_heads": 8, "model__head_dim": 2, "model__ffn_dim": 31, "model__n_layers": 9}
+    assert_same_run(case(*mesh, steps=2, **sizes | BIAS | TIED), timeout=300)
