@@ -29,7 +29,7 @@ class Name:
 _PROGRESS = (
     Name("step", "steps", "optimizer steps done, counted from 1 over all resumes"),
     Name("tokens", "tokens", "tokens seen since the run began: `step × global_batch_size × seq_len`, on every mesh"),
-    Name("passes/<source>", "passes", "how often each source has been read since the run began; of a stream whole passes"),
+    Name("passes/<source>", "passes", "how often each source has been read so far; of a stream, whole passes"),
     Name("wall_time", "s", "when the line was written, seconds since the epoch; not in TensorBoard, which has its own"),
 )
 _LEARNING = (
