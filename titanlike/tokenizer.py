@@ -112,6 +112,11 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def encode_with_template(self, text: str) -> list[int]:
+        """The ids of a text with the special tokens that the file's own template puts around it, as transformers has
+        it."""
+        return self._backend.encode(text).ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
         try:
