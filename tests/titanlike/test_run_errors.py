@@ -141,7 +141,8 @@ def test_an_infinite_gradient_on_one_rank_ends_all_alike_with_a_clean_checkpoint
     run_on(2, tmp_path / "clean", **every)
     for seen in run_on(2, tmp_path / "run", _infinite_on_rank_1, **every):
         assert seen.error is not None and seen.error[0] == "NonFinite"
-        assert seen.error[1].startswith("step 3 has grad_norm inf") and "the last checkpoint is of step 2" in seen.error[1]
+        assert seen.error[1].startswith("step 3 has grad_norm inf")
+        assert "the last checkpoint is of step 2" in seen.error[1]
         assert len(seen.samples) == 3
     assert checkpoints(tmp_path / "run") == ["step-00000001", "step-00000002"]
     assert digest(tmp_path / "run", 2) == digest(tmp_path / "clean", 2)
