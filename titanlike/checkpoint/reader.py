@@ -21,6 +21,8 @@ from torch.futures import Future
 from titanlike.checkpoint.manifest import TENSORS, DamagedCheckpoint, Manifest, read_listed_json
 from titanlike.checkpoint.tensorfile import DTYPES, BadTensorFile, TensorFile
 
+_MAX_OPEN = 100  # files; a checkpoint of many ranks has more of them than a process may have open
+
 
 class TensorIndex:
     """tensors.json of one checkpoint, checked: what it holds, and where.
@@ -75,6 +77,8 @@ class TensorIndex:
             here = tuple(slice(first - a, last - a) for (first, last), a in zip(overlap, offset, strict=True))
             there = tuple(first - b for (first, _), b in zip(overlap, box["offset"], strict=True))
             if box["file"] not in self._open:
+                if len(self._open) >= _MAX_OPEN:
+                    self.close()
                 self._open[box["file"]] = self.open(box["file"])
             self.read(self._open[box["file"]], name, box, there, target[here])
 
