@@ -13,7 +13,7 @@ from titanlike.data.loader import Reader, load
 from titanlike.data.order import GlobalOrder
 from titanlike.data.packing import BestFitRows
 from titanlike.data.plan import Plan, Stage, make_stages
-from titanlike.data.rows import RowOrder
+from titanlike.data.rows import RowOrder, passes_of
 from titanlike.data.sources import Opened, Opener, open_source
 from titanlike.data.streams import StreamRows
 from titanlike.data.validation import ListedRows, ValidationSet
@@ -77,7 +77,7 @@ class Data:
 
     def _validation_rows(self, source: ValidationSource, opener: Opener) -> RowOrder:
         opened = open_source(source, source.name, 0.0, opener)
-        if opened.training is not None and source.source != "synthetic":
+        if opened.training is not None and not opened.endless:
             return opened.training(self._config.train.seq_len)
         samples = self._config.validation.samples
         if not samples:
@@ -147,9 +147,9 @@ class Data:
         return load(order, reader, workers=workers, prefetch=data.prefetch, pin_memory=pin_memory)
 
     def passes(self, cursor: dict[str, Any]) -> dict[str, float]:
-        """How many times each source has been read at `cursor`, by name; 1.5 is one and a half times."""
+        """How often each source that has an end has been read at `cursor`, by name; 1.5 is one and a half times."""
         return {
-            name: position["epoch"] + position["index"] / position["of"] for name, position in cursor["sources"].items()
+            name: passes_of(position) for name, position in cursor["sources"].items() if not self._sources[name].endless
         }
 
     def describe(self) -> list[tuple[str, str]]:
@@ -165,7 +165,7 @@ class Data:
             for name, weight in stage.weights.items():
                 order = self._orders.get((name, stage.seq_len))
                 share = f"{100 * weight / total:.3g}% " if len(stage.weights) > 1 else ""
-                if order is not None:
+                if order is not None and not self._sources[name].endless:
                     passes = samples * weight / total / order.rows_per_pass
                     padding = f", {100 * order.padding:.2g}% padding" if isinstance(order, BestFitRows) else ""
                     name = f"{name} ({passes:.3g} passes{padding})"

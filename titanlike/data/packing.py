@@ -55,7 +55,7 @@ class BestFitRows:
         return BestFitRows, (self._view, self._seq_len, self.name, self._seed)
 
     def begin(self) -> Position:
-        return {"epoch": 0, "index": 0, "of": self.n_windows, "row": 0, "seq_len": self._seq_len}
+        return {"epoch": 0, "index": 0, "of": self.n_windows, "row": 0, "rows": 1, "seq_len": self._seq_len}
 
     def carry(self, position: Position) -> Position:
         """A position in the midst of a window that was packed for another length is moved to the next window."""
@@ -77,7 +77,8 @@ class BestFitRows:
                 row, window = 0, window + 1
             if window == self.n_windows:
                 window, epoch = 0, epoch + 1
-        position = {**self.begin(), "epoch": epoch, "index": window, "row": row}
+        rows = len(self._window(epoch, window).rows) if row else 1
+        position = {**self.begin(), "epoch": epoch, "index": window, "row": row, "rows": rows}
         return np.concatenate(taken), position
 
     def read(self, addresses: Addresses) -> list[Row]:

@@ -21,6 +21,12 @@ Addresses = np.ndarray
 """Where rows are: int64 [rows, 2 or 3], epoch and place in it."""
 
 
+def passes_of(position: Position) -> float:
+    """How many times a source has been read at a position; of a stream, the passes that are complete."""
+    within = position["row"] / position["rows"] if "rows" in position else 0.0
+    return position["epoch"] + (position["index"] + within) / position["of"]
+
+
 class RowOrder(Protocol):
     """The rows of one source at one seq_len, pass after pass, each pass in an order of its own."""
 

@@ -52,6 +52,8 @@ class Opened:
     training: MakeRows | None = None
     held_out: MakeRows | None = None
     stream: DocumentStream | None = None
+    endless: bool = False
+    """there is no second pass"""
 
 
 def open_source(source: SourceConfig, name: str, fraction: float, by: Opener) -> Opened:
@@ -62,7 +64,7 @@ def open_source(source: SourceConfig, name: str, fraction: float, by: Opener) ->
     """
     if source.source == "synthetic":
         rows = lambda seq_len: SyntheticRows(by.tokenizer.vocab_size, seq_len, name, by.seed)  # noqa: E731
-        return Opened(f"synthetic {by.tokenizer.vocab_size}", "random ids, no end", training=rows)
+        return Opened(f"synthetic {by.tokenizer.vocab_size}", "random ids, no end", training=rows, endless=True)
     if source.own_class:
         return _open_own(source, name, fraction, by)
     if source.streaming:

@@ -15,7 +15,7 @@ from tests.titanlike.data.corpora import batches, ids, run_config, write_texts
 from titanlike.data import open_data
 from titanlike.data.batch import IGNORE, Row, collate
 from titanlike.data.packing import BestFitRows, best_fit, cut
-from titanlike.data.rows import ConcatRows
+from titanlike.data.rows import ConcatRows, passes_of
 from titanlike.data.store import ArrayShard, TokenStore, split, whole
 
 
@@ -104,10 +104,17 @@ def test_a_position_is_carried_between_lengths_and_packings() -> None:
     )
     n = short.n_windows
     assert n > 1
-    within = {"epoch": 1, "index": 0, "of": n, "row": 3, "seq_len": 40}
+    within = {"epoch": 1, "index": 0, "of": n, "row": 3, "rows": 9, "seq_len": 40}
     assert short.carry(within) == within
-    assert long.carry(within) == {"epoch": 1, "index": 1, "of": n, "row": 0, "seq_len": 80}
-    assert long.carry({**within, "index": n - 1}) == {"epoch": 2, "index": 0, "of": n, "row": 0, "seq_len": 80}
+    assert long.carry(within) == {"epoch": 1, "index": 1, "of": n, "row": 0, "rows": 1, "seq_len": 80}
+    assert long.carry({**within, "index": n - 1}) == {
+        "epoch": 2,
+        "index": 0,
+        "of": n,
+        "row": 0,
+        "rows": 1,
+        "seq_len": 80,
+    }
     assert concat.carry(within)["index"] == -(-concat.n_rows // n)
     assert short.carry({"epoch": 0, "index": 1, "of": concat.n_rows}) == {**short.begin(), "index": 1}
 
@@ -160,3 +167,12 @@ def test_the_order_of_packed_documents_survives_meshes_stages_and_resumes(tmp_pa
 def test_the_padding_of_packed_documents_is_shown(tmp_path: Path) -> None:
     config = run_config(data__source="text", data__paths=[write_texts(tmp_path, "web", 80)], data__packing="best_fit")
     assert "% padding" in dict(open_data(config, 0, 1).describe())["steps 1 to 100"]
+
+
+def test_passes_grow_row_by_row() -> None:
+    rows = BestFitRows(whole(store_of(LENGTHS)), 40, "a", seed=0)
+    assert rows.n_windows == 1
+    position, n = rows.begin(), int(rows.rows_per_pass)
+    for i in range(2 * n):
+        assert passes_of(position) == pytest.approx(i / n)
+        position = rows.take(position, 1)[1]
