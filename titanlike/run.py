@@ -18,7 +18,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from titanlike.metrics import Metrics
 from titanlike.metrics.memory import memory_over_ranks
 from titanlike.metrics.timers import Timers
 from titanlike.recovery import end_run, roll_back, tell_bad_step
+from titanlike.run_folder import run_folder
 from titanlike.sample import sample
 from titanlike.startup import tables, throughput
 from titanlike.trainer import StepResult, Trainer
@@ -55,39 +55,25 @@ def train(config: Config) -> None:
     world = world_size()
     config.validate_for(world)
     dp = config.resolved_dp(world)
-    check_run_dir(config)
-    hooks = Hooks(config)
     rank = int(os.environ.get("RANK", "0"))
-    data = open_data(config, rank // config.mesh.tp % dp, dp)
-    config.model_config_for(data.tokenizer.vocab_size)  # its errors belong before the process group too
-    device = pick_device(config.run.device)
+    with run_folder(config.run_dir, rank):
+        hooks = Hooks(config)
+        data = open_data(config, rank // config.mesh.tp % dp, dp)
+        config.model_config_for(data.tokenizer.vocab_size)  # its errors belong before the process group too
+        device = pick_device(config.run.device)
 
-    stop = StopSignal().install()
-    try:
-        init_distributed(device)
-        mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
-        trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
-        with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
-            metrics.tables(tables(config, trainer, data))
-            checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
-            Run(config, trainer, data, metrics, checkpointer, hooks).loop()
-            checkpointer.close()
-    finally:
-        stop.restore()  # from here on a signal ends the process, also one that waits to print its error
-
-
-def check_run_dir(config: Config) -> None:
-    """Make the run folder, and see that it can be written to and that nothing in it is in the way. Raises UserError."""
-    folder = config.run_dir
-    with file_errors(f"the run folder {folder} (run.dir/run.name)"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    for name in ("checkpoints", "tensorboard"):
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise UserError(
-                f"{folder / name} must be a folder, and is a file: move it away, or choose another run.name"
-            )
+        stop = StopSignal().install()
+        try:
+            init_distributed(device)
+            mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
+            trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
+            with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
+                metrics.tables(tables(config, trainer, data))
+                checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
+                Run(config, trainer, data, metrics, checkpointer, hooks).loop()
+                checkpointer.close()
+        finally:
+            stop.restore()  # from here on a signal ends the process, also one that waits to print its error
 
 
 class Run:

@@ -59,7 +59,11 @@ def test_eight_ranks_write_the_columns_of_one(tmp_path: Path, one_rank: tuple[Pa
 
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
-    [(2, {"mesh.pp": 2}), (2, {"mesh.tp": 2}), (4, {"mesh.tp": 2, "mesh.sequence_parallel": False})],
+    [
+        (2, {"mesh.pp": 2}),
+        (2, {"mesh.tp": 2, "train.microbatch_size": 4}),
+        (4, {"mesh.tp": 2, "mesh.sequence_parallel": False, "train.microbatch_size": 4}),
+    ],
     ids=["pp2", "tp2", "dp2tp2 without sequence parallelism"],
 )
 def test_each_axis_writes_the_columns_of_one(

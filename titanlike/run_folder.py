@@ -1,0 +1,60 @@
+"""The folder of a run: made, tried, and written to by one job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+from titanlike.errors import UserError, file_errors
+
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def run_folder(folder: Path, rank: int) -> Generator[None]:
+    """Make the folder, and hold it while the block runs: all ranks enter, rank 0 holds.
+
+    Raises UserError if it cannot be made or written to, if something in it is in the way, or if another job writes
+    there: its checkpoints and ours would get into each other's way.
+    """
+    with file_errors(f"the run folder {folder} (run.dir/run.name)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    for name in ("checkpoints", "tensorboard"):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(
+                f"{folder / name} must be a folder, and is a file: move it away, or choose another run.name"
+            )
+    with _locked(folder) if rank == 0 else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Hold a lock that ends with this process, however it ends, and that its children do not inherit. Where the file
+    system has no locks, there is none."""
+    with file_errors(f"the run folder {folder} (run.dir/run.name)"):
+        file = open(folder / LOCK, "a+")  # noqa: SIM115 - closed below
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            which = file.read().strip() or "it has not said which"
+            raise UserError(
+                f"another job is writing to the run folder {folder} ({which}): wait for it, end it, or choose another "
+                "run.name"
+            ) from None
+        except OSError:
+            pass
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
