@@ -7,6 +7,7 @@ order, and the cursor that comes with a batch is the one to checkpoint once that
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
@@ -65,6 +66,13 @@ class Reader:
         )
 
 
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """A launcher signals the whole process group. The rank then wants to finish its step, and needs its workers for
+    that; they end with it."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def load(order: GlobalOrder, reader: Reader, *, workers: int, prefetch: int, pin_memory: bool) -> Iterator[Batch]:
     """The batches of the order, read by `workers` processes that are `prefetch` batches ahead each (0: by this one)."""
     with warnings.catch_warnings():
@@ -75,6 +83,7 @@ def load(order: GlobalOrder, reader: Reader, *, workers: int, prefetch: int, pin
             batch_size=None,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
+            worker_init_fn=_leave_signals_to_the_rank if workers else None,
             pin_memory=pin_memory,
             snapshot_every_n_steps=2**62,  # the cursor is in the batch: no worker's state is needed
         )

@@ -201,17 +201,20 @@ def whole(store: TokenStore) -> View:
     return View(store, np.array([0]), np.array([store.n_tokens]), np.array([0]), np.array([store.n_documents]))
 
 
+MOST_HELD_OUT = 10_000  # documents; each costs a read at a random place when the store is opened
+
+
 def split(store: TokenStore, fraction: float, seed: int) -> tuple[View, View | None]:
     """(the documents to train on, those held out), by the seed alone.
 
-    About `fraction` of the documents is held out, at most all but one. Where that is less than one document, the
-    held-out part is the end of the longest one, that share of all tokens but at most half of it: a store of a single
-    file has one document.
+    About `fraction` of the documents is held out, at most MOST_HELD_OUT and all but one. Where that is less than one
+    document, the held-out part is the end of the longest one, that share of all tokens but at most half of it: a store
+    of a single file has one document.
     """
     n = store.n_documents
     if fraction == 0:
         return whole(store), None
-    count = min(round(n * fraction), n - 1)
+    count = min(round(n * fraction), MOST_HELD_OUT, n - 1)
     if count == 0 or n * fraction < 1:
         return _split_document(store, fraction)
     chosen = np.sort(permute(np.arange(count), n, key_of("validation", seed)))

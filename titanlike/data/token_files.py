@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import mmap
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,22 @@ def open_shards(folder: str, tokenizer: Tokenizer, tokenizer_name: str) -> list[
                 f"{path}.tokens has the id {entry['largest_id']}, and the vocabulary has {tokenizer.vocab_size} ids"
             )
         shards.append(FileShard(path, dtype, entry["tokens"], entry["documents"], metadata["learnt"]))
+    _allow_open_files(3 * len(shards))
     for shard in shards:
         if int(shard.starts[-1]) != shard.n_tokens:
             raise UserError(f"{shard.path}.starts does not belong to {shard.path}.tokens: prepare the data again")
     return shards
+
+
+def _allow_open_files(more: int) -> None:
+    """Raise the process's own limit of open files, of which a mapped file is one, by so many, as far as the system lets
+    it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more if more > 256 else soft
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def read_metadata(folder: str | Path) -> dict[str, Any]:

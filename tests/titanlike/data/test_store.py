@@ -77,6 +77,14 @@ def test_what_is_held_out_depends_on_the_seed_alone() -> None:
     assert tokens[0] == tokens[1] != tokens[2]
 
 
+def test_no_more_is_held_out_than_can_be_looked_up_at_once() -> None:
+    """Opening a store of a billion documents takes minutes."""
+    starts = np.arange(0, 5 * 10**6 + 1, 2)
+    training, held = split(TokenStore([ArrayShard(np.zeros(5 * 10**6, dtype=np.uint16), starts)]), 0.01, seed=0)
+    assert held is not None
+    assert (held.n_documents, training.n_documents) == (10_000, 2_490_000)
+
+
 def test_a_single_document_gives_up_its_end() -> None:
     """No validation at all, or no training, with one large file."""
     training, held = split(store_of([1000]), 0.05, seed=0)
