@@ -51,9 +51,11 @@ def file_errors(what: str) -> Generator[None]:
         raise UserError(f"{what}: cannot use{path}: {error.strerror or error}") from error
 
 
-def connection_lost(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone, whose own words say why."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+def connection_lost(error: BaseException) -> str | None:
+    """What an error says if it says no more than that another rank is gone, whose own words say why; else None."""
+    if not isinstance(error, RuntimeError):
+        return None
+    return next((words for words in _LOST if words in str(error)), None)
 
 
 def run_main(main: Callable[[], int | None]) -> None:
@@ -82,11 +84,11 @@ def run_main(main: Callable[[], int | None]) -> None:
         code = 130
     except Exception as error:
         lost = connection_lost(error)
-        if lost or not first:
+        if lost is not None or not first:
             time.sleep(YIELD_S)
-        if lost:
-            rank, reason = os.environ.get("RANK", "0"), str(error).strip().splitlines()[-1]
-            print(f"error: rank {rank} lost its connection to another rank, which ended: {reason}", file=sys.stderr)
+        if lost is not None:
+            rank = os.environ.get("RANK", "0")
+            print(f"error: rank {rank} lost another rank, which ended before its time ({lost})", file=sys.stderr)
         else:
             traceback.print_exc()
         code = 1

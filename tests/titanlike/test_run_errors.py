@@ -277,10 +277,12 @@ def test_a_rank_that_raises_in_the_middle_of_a_pipeline_schedule_ends_the_job(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["torchrun", "rank 1"])
-def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize(("who", "workers"), [("torchrun", 2), ("rank 1", 0)])
+def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path: Path, who: str, workers: int) -> None:
+    """Symptom: torchrun signals whole process groups; the data workers died at once, and took the rank with them."""
     run_dir = tmp_path / "run"
-    with launching(arguments(run_dir, **{"train.steps": 100_000, "checkpoint.interval": 0}), 2) as run:
+    endless = {"train.steps": 100_000, "checkpoint.interval": 0, "data.workers": workers}
+    with launching(arguments(run_dir, **endless), 2) as run:
         wait_for(logged(run_dir, 3), run)
         os.kill(run.process.pid if who == "torchrun" else run.rank_pids()[1], signal.SIGTERM)
         done = run.wait(120.0)
