@@ -6,6 +6,7 @@ compares three optimizer steps with the same steps on one rank.
 
 import argparse
 import json
+import signal
 import sys
 
 from titanlike import cli
@@ -29,6 +30,7 @@ def main() -> int:
     from titanlike.verify.report import print_report
 
     torch.set_num_threads(1)  # the ranks need the cores
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # as an error: the ranks are ended
     try:
         report = verify(config, options.timeout)
     except RankFailed as error:

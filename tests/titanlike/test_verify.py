@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,12 +13,8 @@ import torch
 import torch.distributed as dist
 
 from titanlike.config import Config, load_config
-from titanlike.errors import UserError
 from titanlike.loss import IGNORE
 from titanlike.verify import verify
-from titanlike.verify.compare import Check, Difference
-from titanlike.verify.launch import RankFailed, Ranks
-from titanlike.verify.pieces import Key, RankRecord
 from titanlike.verify.report import Report, describe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -168,11 +157,6 @@ def not_a_number(trainer: Any) -> None:
             next(iter(trainer.zero.shards.values())).data.view(-1)[0] = math.nan
 
         trainer.zero.step = poison
-
-
-def raises_on_rank_1(trainer: Any) -> None:
-    if trainer.mesh.rank == 1:
-        raise OSError("the disk of rank 1 is full")
 
 
 # The same run passes.
@@ -324,191 +308,19 @@ def test_more_faults_are_named(
         assert sentence in got[3]
 
 
-# Nothing is left behind, and whatever goes wrong is said.
+def test_a_not_a_number_is_an_infinite_error() -> None:
+    """Symptom: max() with a NaN first says that all is well."""
+    from titanlike.verify.compare import errors, worst
 
-
-def test_a_rank_that_raises_is_quoted() -> None:
-    """Symptom: an error on one rank hangs the others, or only a lost connection is reported."""
-    began = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 failed.*OSError: the disk of rank 1 is full"):
-        verify(config(mesh__dp=2), plant=raises_on_rank_1)
-    assert time.monotonic() - began < 120
-
-
-def hang(seconds: float) -> None:
-    if dist.get_rank() == 1:
-        time.sleep(seconds)
-
-
-def test_a_rank_that_hangs_is_told_with_its_stack() -> None:
-    """Symptom: a mesh that locks up makes the tool that should say so wait for ever."""
-    with (
-        pytest.raises(RankFailed, match=r"(?s)^rank 1 of 2 not done in 5 s.*test_verify.py.* in hang"),
-        Ranks(2, hang, 600.0) as ranks,
-    ):
-        ranks.results(5.0)
-    assert not any(process.is_alive() for process in ranks.processes)
-
-
-def test_results_come_by_rank() -> None:
-    """Symptom: coordinates are mixed up."""
-    with Ranks(3, dist.get_rank) as ranks:
-        assert ranks.results(60.0) == [0, 1, 2]
-
-
-def marked(mark: str) -> list[int]:
-    """The live processes that a command with VERIFY_MARK in its environment started, itself included."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"VERIFY_MARK={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_no_rank_outlives_the_command(number: int) -> None:
-    """Symptom: after Ctrl-C, or when the command is killed, ranks go on and keep the machine busy."""
-    mark = f"{os.getpid()}-{number}"
-    command = [sys.executable, "scripts/verify.py", "--config", "configs/debug.toml", "--mesh.dp", "2"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"VERIFY_MARK": mark}, stderr=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while len(marked(mark)) < 5 and time.monotonic() < deadline:  # command, two helpers of Python, two ranks
-            assert process.poll() is None, "done before it could be interrupted"
-            time.sleep(0.02)
-        process.send_signal(number)
-        code = process.wait(30)
-        assert code == (130 if number == signal.SIGINT else -signal.SIGKILL)
-        while marked(mark) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert marked(mark) == []
-        if number == signal.SIGINT:
-            assert process.stderr is not None
-            assert process.stderr.read().decode().strip() == "interrupted; the ranks are ended"
-    finally:
-        for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
-
-
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """scripts/verify.py without a launcher."""
-    command = [sys.executable, "scripts/verify.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_the_command_prints_json_for_machines() -> None:
-    """Symptom: what ranks print, or a table, is between the braces."""
-    done = run_script("--config", "configs/debug.toml", "--json", "--mesh.dp", "2")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["same"] is True and told["mesh"] == {"pp": 1, "dp": 2, "tp": 1} and told["first_difference"] is None
-    assert {check["step"] for check in told["checks"]} == {0, 1, 2, 3}
-    assert all(check["max_abs_error"] < 1e-10 for check in told["checks"])
-
-
-def test_a_config_that_cannot_run_is_one_sentence() -> None:
-    """Symptom: a mesh that does not fit is found by a traceback on each rank."""
-    done = run_script("--config", "configs/debug.toml", "--mesh.tp", "4")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: model.n_heads (6) must be a multiple of mesh.tp (4)\n"
-
-
-def test_a_difference_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Symptom: a script that runs verify goes on although the mesh is another run."""
-    import runpy
-
-    import titanlike.verify
-
-    record = RankRecord(1, 1, 0, 0, [], {}, set(), {}, [])
-    difference = Difference("layers.1.ffn_norm.weight", math.inf, [], (3,), 2.0, 1.0, record)
-    checks = [
-        Check(Key("weights", 0), 21, 0.0, [], {}),
-        Check(Key("gradients", 1), 21, math.inf, [difference], {}),
-    ]
-    mesh = {"pp": 2, "dp": 1, "tp": 1}
-    report = Report(mesh, [("mesh", "pp 2")], [("model.dim", 64, 16)], ["a note"], checks, ["read [so]"], 1.0)
-    monkeypatch.setattr(titanlike.verify, "verify", lambda *_: report)
-    threads = torch.get_num_threads()
-    for arguments in ([], ["--json"]):
-        monkeypatch.setattr(sys, "argv", ["verify.py", "--mesh.pp", "2", *arguments])
-        assert runpy.run_path(str(ROOT / "scripts/verify.py"), run_name="imported")["main"]() == 1
-    torch.set_num_threads(threads)
-    text, _, rest = capsys.readouterr().out.partition("\nNot the same run.")
-    assert "note: a note\nfirst difference: gradients in step 1: layers.1.ffn_norm.weight\n" in text
-    assert "  worst element: [3] is 2 on rank 1 (pp 1, dp 0, tp 0), 1 on one rank\n  ratio: 2x\n" in text
-    assert text.endswith("  reading: read [so]")
-    told = json.loads(rest[rest.index("{") :])
-    assert told["same"] is False and told["checks"][1]["max_abs_error"] == "inf"
-    first_difference = told["first_difference"]
-    assert (first_difference["tensor"], first_difference["ratio"]) == ("layers.1.ffn_norm.weight", 2.0)
-
-
-# What the small config keeps.
-
-
-@pytest.mark.parametrize("preset", ["debug", "26m", "1b", "3b", "8b", "70b"])
-@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-def test_the_small_model_is_cut_over_tp_as_the_users(preset: str, tp: int) -> None:
-    """Symptom: verify passes, and the run fails where a size does not divide."""
-    from titanlike.verify.shrink import shrink
-
-    loaded = load_config(None, {"model.preset": preset, "mesh.tp": tp, "mesh.dp": 1, "train.seq_len": 512})
-    try:
-        loaded.validate_for(tp)
-    except UserError:
-        return
-    small = shrink(loaded, 1000)
-    before, after = loaded.model, small.config.model
-    assert after.n_heads // after.n_kv_heads == before.n_heads // before.n_kv_heads
-    assert (after.n_kv_heads >= tp) == (before.n_kv_heads >= tp)
-    assert small.vocab_size % tp == 1000 % tp
-    assert after.ffn_dim % tp == before.ffn_dim % tp
-    assert after.tie_embeddings == before.tie_embeddings and after.rope_scaling == before.rope_scaling
-    assert after.dim <= before.dim and after.n_layers <= 4 and after.dim <= 600
-    assert small.config.train.seq_len <= 32
-    assert small.config.model_config_for(small.vocab_size).vocab_size == small.vocab_size
-
-
-@pytest.mark.parametrize(
-    "schedule", ["afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
-)
-@pytest.mark.parametrize(("pp", "layers", "microbatches"), [(2, 32, 64), (2, 5, 4), (4, 33, 8), (4, 16, 64), (2, 4, 2)])
-def test_the_small_pipeline_has_the_users_stages(schedule: str, pp: int, layers: int, microbatches: int) -> None:
-    """Symptom: verify runs a schedule with too few microbatches for it, or with stages that are all alike."""
-    from titanlike.verify.shrink import shrink
-
-    batch = {"train.global_batch_size": 2 * microbatches, "mesh.dp": 2, "mesh.pp": pp}
-    loaded = load_config(None, batch | {"model.n_layers": layers, "pipeline.schedule": schedule})
-    try:
-        loaded.validate_for(2 * pp)
-    except UserError:
-        return
-    small = shrink(loaded, 257).config
-    stages, own, few = loaded.n_stages, loaded.accumulation(2), small.accumulation(2)
-    assert small.n_stages == stages
-    assert (small.model.n_layers % stages == 0) == (layers % stages == 0)
-    assert (few > stages, few == stages) == (own > stages, own == stages)
-    assert few <= own and few <= 2 * stages + 1
-
-
-def test_sizes_that_do_not_fit_are_the_architectures_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: a model with sizes of its own cannot be verified. Its tables module can say how to make it small."""
-    import parallelize.llama
-    from titanlike.verify.shrink import shrink
-
-    loaded = config(mesh__tp=2, mesh__dp=1)
-    assert shrink(loaded, 257).config.model.ffn_dim == 24
-    monkeypatch.setattr(
-        parallelize.llama, "shrink", lambda model, tp: {"ffn_dim": model["ffn_dim"] + 8 * tp}, raising=False
-    )
-    assert shrink(loaded, 257).config.model.ffn_dim == 40
-    monkeypatch.setattr(parallelize.llama, "shrink", lambda model, tp: {"n_heads": 3, "n_kv_heads": 3}, raising=False)
-    with pytest.raises(UserError, match=r"cannot be made small as parallelize.llama.shrink says: model.n_heads \(3\)"):
-        shrink(loaded, 257)
+    nan, inf = math.nan, math.inf
+    one = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert worst(errors(one, one)) == 0
+    for wrong in ([nan, 2.0], [1.0, nan], [inf, 2.0], [1.0, -inf]):
+        assert worst(errors(torch.tensor(wrong, dtype=torch.float64), one)) == inf
+        assert worst(errors(one, torch.tensor(wrong, dtype=torch.float64))) == inf
+    assert worst(errors(torch.tensor([nan]), torch.tensor([nan]))) == inf
+    assert worst(errors(torch.tensor([inf]), torch.tensor([inf]))) == 0
+    assert worst(errors(torch.empty(0), torch.empty(0))) == 0
 
 
 OWN = "tests.titanlike.own_architecture:Own"
@@ -524,21 +336,6 @@ def test_an_architecture_of_ones_own_is_verified() -> None:
     assert (changes["model.bottleneck"], changes["model.dim"]) == (20, 32)
     report = verify(load_config(None, own), plant=stage_1_doubled)
     assert first(report)[:2] == ("gradients", "layers.2.scale.weight")
-
-
-def test_a_not_a_number_is_an_infinite_error() -> None:
-    """Symptom: max() with a NaN first says that all is well."""
-    from titanlike.verify.compare import errors, worst
-
-    nan, inf = math.nan, math.inf
-    one = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert worst(errors(one, one)) == 0
-    for wrong in ([nan, 2.0], [1.0, nan], [inf, 2.0], [1.0, -inf]):
-        assert worst(errors(torch.tensor(wrong, dtype=torch.float64), one)) == inf
-        assert worst(errors(one, torch.tensor(wrong, dtype=torch.float64))) == inf
-    assert worst(errors(torch.tensor([nan]), torch.tensor([nan]))) == inf
-    assert worst(errors(torch.tensor([inf]), torch.tensor([inf]))) == 0
-    assert worst(errors(torch.empty(0), torch.empty(0))) == 0
 
 
 # Many meshes.

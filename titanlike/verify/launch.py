@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 
 LAST_LINES = 30  # of a failed rank's output
 MOST_STACKS = 8  # ranks whose stacks are shown when the time is over
+STACK_WAIT_S = 5.0  # for them to be written
+STACK_MARK = "most recent call first"
 CONNECTION_LOST = ("Connection", "Broken pipe", "Socket closed", "Failed to recv")
 """how an error begins to speak of another rank that went away: the cause is there"""
 
@@ -117,14 +119,20 @@ class Ranks:
         for rank in hanging:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)  # writes its stack to its output
-        time.sleep(0.5)
+        wait_until = time.monotonic() + STACK_WAIT_S
+        while time.monotonic() < wait_until and not all(STACK_MARK in self._written(rank) for rank in hanging):
+            time.sleep(0.05)
         ranks = ", ".join(map(str, hanging))
         stacks = "".join(self._tail(rank) for rank in hanging[:MOST_STACKS])
         raise RankFailed(f"rank {ranks} of {self.world_size} not done in {timeout_s:g} s{stacks}")
 
     def _tail(self, rank: int) -> str:
-        lines = self._output(rank).read_text(errors="replace").splitlines() if self._output(rank).exists() else []
+        lines = self._written(rank).splitlines()
         return f"\nlast output of rank {rank}:\n" + "\n".join(lines[-LAST_LINES:]) if lines else ""
+
+    def _written(self, rank: int) -> str:
+        path = self._output(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def _output(self, rank: int) -> Path:
         return Path(self.folder.name) / f"rank-{rank}.txt"
