@@ -11,6 +11,7 @@ A tokenizer has:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_id = 256
     fingerprint = "bytes"
+    bytes_per_token = (*[1] * 256, 0)
     chat_template = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012 - never changed
 
@@ -128,6 +130,20 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    @functools.cached_property
+    def bytes_per_token(self) -> list[int] | None:
+        """How many bytes of text each id stands for, special tokens none. None where that depends on the tokens around
+        it: in all but byte-level vocabularies, whose tokens have a letter for each byte."""
+        content = json.loads(self._backend.to_str())
+        if (content.get("decoder") or {}).get("type") != "ByteLevel":
+            return None
+        counts = [0] * self.vocab_size
+        for token, number in self._backend.get_vocab(with_added_tokens=True).items():
+            counts[number] = len(token)
+        for added in content["added_tokens"]:
+            counts[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        return counts
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -155,8 +155,8 @@ def _end_ids(config: dict[str, Any], generation: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def model_config_from(architecture: str, values: Mapping[str, Any]) -> Any:
-    """The architecture's config dataclass out of JSON (dataclasses.asdict of one).
+def model_config_from(architecture: str, values: Mapping[str, Any], name: str = "the checkpoint's model") -> Any:
+    """The architecture's config dataclass out of JSON (dataclasses.asdict of one); `name` is for an error.
 
     Raises:
         UserError: the values don't fit the architecture, which may have changed since.
@@ -169,7 +169,7 @@ def model_config_from(architecture: str, values: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(f"the checkpoint's model does not fit {architecture}: {key}: {first['msg']}") from None
+        raise UserError(f"{name} does not fit the architecture {architecture}: {key}: {first['msg']}") from None
 
 
 def with_rope_scaling(source: Source, changes: Mapping[str, Any]) -> Source:
@@ -181,7 +181,9 @@ def with_rope_scaling(source: Source, changes: Mapping[str, Any]) -> Source:
         raise UserError(f"the architecture {source.architecture} has no rope_scaling")
     before = values["rope_scaling"] or {"original_max_position_embeddings": source.trained_length}
     values["rope_scaling"] = before | dict(changes)
-    return dataclasses.replace(source, model_config=model_config_from(source.architecture, values))
+    return dataclasses.replace(
+        source, model_config=model_config_from(source.architecture, values, "the model so changed")
+    )
 
 
 def load_model(source: Source, mesh: Mesh, dtype: torch.dtype) -> InferenceModel:
