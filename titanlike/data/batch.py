@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlike.errors import UserError
+
 IGNORE = -100
 """The label of a position that has no loss; as in titanlike.loss."""
 
@@ -51,18 +53,30 @@ class Batch:
         return self
 
 
-def collate(rows: Sequence[Row | None], seq_len: int, cursor: dict[str, Any], document_mask: bool) -> Batch:
+def collate(
+    rows: Sequence[Row | None], seq_len: int, cursor: dict[str, Any], *, document_mask: bool, vocab_size: int
+) -> Batch:
     """A batch of rows, padded at their ends. None is a row without labels.
 
     With `document_mask`, positions count from the start of each document, the token that starts a document is not a
     label, and what is padded is a document of its own.
+
+    Raises:
+        UserError: an id that is not in the vocabulary; names the row.
     """
     lengths = [0 if row is None else len(row.tokens) - 1 for row in rows]
     if all(row is not None and n == seq_len and row.learnt is None for row, n in zip(rows, lengths)):
         together = np.stack([row.tokens for row in rows if row is not None])
+        largest = together.max()
         tokens, labels = together[:, :-1].astype(np.int64), together[:, 1:].astype(np.int64)
     else:
+        largest = max((row.tokens.max() for row in rows if row is not None), default=0)
         tokens, labels = _padded(rows, lengths, seq_len)
+    if largest >= vocab_size:
+        names = (row.sample_id for row in rows if row is not None and row.tokens.max() == largest)
+        raise UserError(
+            f"sample {next(names)} (source:pass:row) has the id {largest}, and the vocabulary has {vocab_size} ids"
+        )
     positions = document_ids = None
     if document_mask:
         starts = [np.empty(0, dtype=np.int64) if row is None else row.starts for row in rows]

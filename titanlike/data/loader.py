@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -37,11 +36,7 @@ class Reader:
             rows = self._rows(item)
             positions = {name: self._streams[name].position for name in item.streams}
             cursor = {**item.cursor, "sources": {**item.cursor["sources"], **positions}}
-            batch = collate(rows, item.seq_len, cursor, self._document_mask)
-            last = max(int(row.tokens[-1]) for row in rows)  # these are labels alone
-            if max(int(batch.tokens.max()), last) >= self._vocab_size:
-                self._refuse(rows)
-            return batch
+            return collate(rows, item.seq_len, cursor, document_mask=self._document_mask, vocab_size=self._vocab_size)
         except UserError as error:
             return error  # raised by the rank: an exception that crosses processes becomes a traceback in a string
 
@@ -58,13 +53,6 @@ class Reader:
                 rows[place] = row
         return [row for row in rows if row is not None]
 
-    def _refuse(self, rows: list[Row]) -> NoReturn:
-        row = next(row for row in rows if row.tokens.max() >= self._vocab_size)
-        raise UserError(
-            f"sample {row.sample_id} (source:pass:row) has the id {row.tokens.max()}, and the vocabulary has "
-            f"{self._vocab_size} ids"
-        )
-
 
 def _leave_signals_to_the_rank(worker: int) -> None:
     """A launcher signals the whole process group. The rank then wants to finish its step, and needs its workers for
@@ -75,6 +63,21 @@ def _leave_signals_to_the_rank(worker: int) -> None:
 
 def load(order: GlobalOrder, reader: Reader, *, workers: int, prefetch: int, pin_memory: bool) -> Iterator[Batch]:
     """The batches of the order, read by `workers` processes that are `prefetch` batches ahead each (0: by this one)."""
+    batches = _read_ahead(order, reader, workers, prefetch, pin_memory) if workers else map(reader.__getitem__, order)
+    try:
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch.pin_memory() if pin_memory and not workers else batch
+    finally:
+        # Workers end with their iterator. An error's traceback would keep it until the garbage collector breaks the
+        # cycle, and then they no longer hear that they shall end, and hold up the rank for five seconds.
+        del batches
+
+
+def _read_ahead(
+    order: GlobalOrder, reader: Reader, workers: int, prefetch: int, pin_memory: bool
+) -> Iterator[Batch | UserError]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 calls it
         loader = StatefulDataLoader(
@@ -82,18 +85,9 @@ def load(order: GlobalOrder, reader: Reader, *, workers: int, prefetch: int, pin
             sampler=order,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            worker_init_fn=_leave_signals_to_the_rank if workers else None,
+            prefetch_factor=prefetch,
+            worker_init_fn=_leave_signals_to_the_rank,
             pin_memory=pin_memory,
             snapshot_every_n_steps=2**62,  # the cursor is in the batch: no worker's state is needed
         )
-        batches = iter(loader)
-    try:
-        for batch in batches:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
-    finally:
-        # Workers end with their iterator. An error's traceback would keep it until the garbage collector breaks the
-        # cycle, and then they no longer hear that they shall end, and hold up the rank for five seconds.
-        del batches, loader
+        return iter(loader)

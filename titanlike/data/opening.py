@@ -106,6 +106,7 @@ class Data:
             seq_len=self._config.train.seq_len,
             samples=self._config.validation.samples,
             document_mask=self._config.data.document_mask,
+            vocab_size=self.tokenizer.vocab_size,
             dp_coordinate=self._dp_coordinate,
             dp=self._dp,
         )

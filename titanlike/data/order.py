@@ -77,10 +77,10 @@ class GlobalOrder:
 
     def _next_parts(self, stage: Stage) -> tuple[list[Part], dict[str, int]]:
         sources = draw(list(stage.weights.values()), list(self._drawn.values()), self._global_batch_size)
-        mine = sources[self._mine]
         parts, streams = [], {}
         for i, name in enumerate(stage.weights):
-            count = int(np.count_nonzero(sources == i))
+            places = np.flatnonzero(sources == i)
+            count = len(places)
             if not count:
                 continue
             order = self._orders.get((name, stage.seq_len))
@@ -90,10 +90,9 @@ class GlobalOrder:
             else:
                 position = order.begin() if name not in self._positions else order.carry(self._positions[name])
                 addresses, self._positions[name] = order.take(position, count)
-            first = int(np.count_nonzero(sources[: self._mine.start] == i))
-            places = np.flatnonzero(mine == i)
-            if len(places):
-                parts.append(Part(name, places, addresses[first : first + len(places)]))
+            first, last = np.searchsorted(places, (self._mine.start, self._mine.stop))
+            if last > first:
+                parts.append(Part(name, places[first:last] - self._mine.start, addresses[first:last]))
             self._drawn = {**self._drawn, name: self._drawn[name] + count}
         return parts, streams
 

@@ -29,11 +29,11 @@ def permute(indices: np.ndarray, n: int, key: bytes) -> np.ndarray:
     width = math.isqrt(n - 1) + 1 if n > 1 else 1
     height = -(-n // width)
     keys = np.frombuffer(key, dtype="<u8")
-    outside = np.arange(values.size)
+    values = _feistel(values, np.uint64(height), np.uint64(width), keys)
+    outside = np.flatnonzero(values >= n)
     while outside.size:
-        walked = _feistel(values[outside], np.uint64(height), np.uint64(width), keys)
-        values[outside] = walked
-        outside = outside[walked >= n]
+        values[outside] = _feistel(values[outside], np.uint64(height), np.uint64(width), keys)
+        outside = outside[values[outside] >= n]
     return values.astype(np.int64).reshape(np.shape(indices))
 
 

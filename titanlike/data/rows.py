@@ -80,13 +80,13 @@ class ShuffledRows:
 
     def read(self, addresses: Addresses) -> list[Row]:
         """A sample id is source:epoch:number of the row."""
-        epochs, indices = addresses[:, 0], addresses[:, 1]
-        numbers = np.empty(len(addresses), dtype=np.int64)
-        for epoch in set(epochs.tolist()):
-            chosen = epochs == epoch
-            numbers[chosen] = permute(indices[chosen], self.n_rows, key_of("order", self._seed, self.name, epoch))
-        names = [f"{self.name}:{epoch}:{number}" for epoch, number in zip(epochs.tolist(), numbers.tolist())]
-        return self.rows(numbers, names)
+        parts, names = [], []
+        # Addresses are in order, so those of a pass are together, and most often there is one pass.
+        for some in np.split(addresses, np.flatnonzero(np.diff(addresses[:, 0])) + 1):
+            epoch = int(some[0, 0])
+            parts.append(permute(some[:, 1], self.n_rows, key_of("order", self._seed, self.name, epoch)))
+            names += [f"{self.name}:{epoch}:{number}" for number in parts[-1].tolist()]
+        return self.rows(np.concatenate(parts), names)
 
     @property
     def rows_per_pass(self) -> float:

@@ -117,7 +117,7 @@ class TokenStore:
         low = start - self._first_position[shard_of]
         high = low + stop - start
         found: list[Part] = [None] * len(start)  # type: ignore[list-item]
-        for number in map(int, np.unique(shard_of)):
+        for number in map(int, np.unique(shard_of) if len(self._shards) > 1 else (0,)):
             shard, chosen = self._shards[number], np.flatnonzero(shard_of == number)
             parts = _parts_of(shard, low[chosen], high[chosen], find_starts, self.has_learnt)
             for i, part in zip(chosen.tolist(), parts):

@@ -16,12 +16,21 @@ class ValidationSet:
     """A fixed list of rows."""
 
     def __init__(
-        self, rows: RowOrder, *, seq_len: int, samples: int, document_mask: bool, dp_coordinate: int, dp: int
+        self,
+        rows: RowOrder,
+        *,
+        seq_len: int,
+        samples: int,
+        document_mask: bool,
+        vocab_size: int,
+        dp_coordinate: int,
+        dp: int,
     ) -> None:
         """The first `samples` rows of a pass, which is shuffled by the seed, or all of it (0)."""
         self._rows = rows
         self._seq_len = seq_len
         self._document_mask = document_mask
+        self._vocab_size = vocab_size
         self._dp_coordinate, self._dp = dp_coordinate, dp
         chunks, position = [], rows.begin()
         while position["epoch"] == 0 and (not samples or len(chunks) * CHUNK < samples):
@@ -49,7 +58,13 @@ class ValidationSet:
     def _batch(self, first: int, rows: int) -> Batch:
         mine = self._addresses[first : first + rows]
         read = self._rows.read(mine) if len(mine) else []
-        return collate([*read, *[None] * (rows - len(read))], self._seq_len, {}, self._document_mask)
+        return collate(
+            [*read, *[None] * (rows - len(read))],
+            self._seq_len,
+            {},
+            document_mask=self._document_mask,
+            vocab_size=self._vocab_size,
+        )
 
 
 class ListedRows:

@@ -121,7 +121,7 @@ def test_a_position_is_carried_between_lengths_and_packings() -> None:
 
 def test_positions_restart_and_labels_stop_at_the_border_of_documents() -> None:
     row = Row(np.array([5, 6, 7, 8, 9, 4, 3]), np.array([2, 5]), "a")
-    batch = collate([row, None, Row(np.arange(9), np.array([8]), "b")], 8, {}, document_mask=True)
+    batch = collate([row, None, Row(np.arange(9), np.array([8]), "b")], 8, {}, document_mask=True, vocab_size=10)
     assert batch.positions is not None and batch.document_ids is not None
     assert batch.tokens[0].tolist() == [5, 6, 7, 8, 9, 4, 0, 0]
     assert batch.labels[0].tolist() == [6, IGNORE, 8, 9, IGNORE, 3, IGNORE, IGNORE]
@@ -131,7 +131,7 @@ def test_positions_restart_and_labels_stop_at_the_border_of_documents() -> None:
     assert (batch.labels[1] == IGNORE).all()
     assert batch.labels[2].tolist() == [1, 2, 3, 4, 5, 6, 7, IGNORE]  # the last label would start a document
     assert batch.positions[2].tolist() == list(range(8))
-    plain = collate([row], 8, {}, document_mask=False)
+    plain = collate([row], 8, {}, document_mask=False, vocab_size=10)
     assert plain.positions is None and plain.labels[0].tolist() == [6, 7, 8, 9, 4, 3, IGNORE, IGNORE]
 
 
