@@ -10,6 +10,7 @@ import pytest
 from tests.ranks import launch, run_ranks
 from tests.titanlike.runs import FLOAT64, arguments, columns, run, run_on
 from titanlike.config import load_config
+from titanlike.config_combinations import torch_version
 
 SCHEDULES = ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 MESH_COLUMNS = ("loss", "grad_norm", "val_loss", "lr", "tokens")
@@ -50,6 +51,8 @@ def test_two_ranks_write_the_columns_of_one(tmp_path: Path, dtype: str, relative
 )
 def test_eight_ranks_write_the_columns_of_one(tmp_path: Path, one_rank: tuple[Path, list[int]], schedule: str) -> None:
     """Symptom (TT #596, #2972): with a pipeline the norm, the gradients or the validation loss have another scale."""
+    if schedule in ("zbv", "dualpipev") and torch_version() < (2, 13):
+        pytest.skip("refused on CPU ranks before torch 2.13")
     mesh = {"mesh.pp": 2, "mesh.dp": 2, "mesh.tp": 2, "pipeline.schedule": schedule}
     seen = run_on(8, tmp_path / "run", **LONG, **mesh)
     reference, text = one_rank
