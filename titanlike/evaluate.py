@@ -144,7 +144,7 @@ def evaluate(model: InferenceModel, data: Any, microbatch_size: int) -> dict[str
     import torch.distributed as dist
 
     mesh, count_bytes = model.mesh, byte_counter(data.tokenizer)
-    model.packed.for_rows(1024)
+    model.lay_out(1024)
     scores = {}
     for name, held_out in data.validation.items():
         found = torch.zeros(1, dtype=torch.int64, device=mesh.device)

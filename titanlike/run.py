@@ -30,6 +30,7 @@ from titanlike.checkpoint.loading import together
 from titanlike.config import Config, write_resolved
 from titanlike.data import open_data
 from titanlike.errors import UserError, file_errors
+from titanlike.generate.during import Samples
 from titanlike.guard import Guard, Verdict
 from titanlike.hooks import Hooks
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
@@ -101,6 +102,7 @@ class Run:
         self.cursor: dict[str, Any] | None = None
         self.tokens = 0
         self.last_val_loss = self.best_val_loss = math.inf
+        self.samples = Samples(trainer, data.tokenizer) if config.validation.generate.prompts else None
         self.timers = Timers(self.mesh.device.type)
         self.throughput = throughput(config, trainer)
 
@@ -158,6 +160,9 @@ class Run:
                     continue
             if self.validation_is_due(step):
                 values |= self.validate()
+            if self.samples is not None and self.samples.due(step):
+                with self.timers.phase("validation"):
+                    metrics.samples(step, self.samples.texts())
             values |= memory_over_ranks(self.mesh.device, None if dist.get_world_size() == 1 else dist.group.WORLD)
             times = self.timers.end_step()
             values |= times | self.throughput.values(times.get("step_time_s", 0.0))

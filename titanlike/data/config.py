@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from titanlike.config_keys import nearest
+from titanlike.generate.config import GenerateConfig
 from titanlike.section import Section
 
 RECORDS = ("format", "text_field", "prompt_field", "completion_field", "messages_field")
@@ -224,6 +225,9 @@ class ValidationConfig(Section):
 
     sets: list[ValidationSource] = Field([])
     """Validation sets of their own, a list of tables, beside what data.validation_fraction holds out."""
+
+    generate: GenerateConfig = GenerateConfig()
+    """Text from the model, to be looked at."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> "ValidationConfig":

@@ -216,7 +216,7 @@ class _Job:
 
     def run(self, timing: Timing) -> list[Completion]:
         """Make all completions; adds to `timing`."""
-        self.model.packed.for_rows(max(len(each.numbers) for each in self.microbatches if each is not None))
+        self.model.lay_out(max(len(each.numbers) for each in self.microbatches if each is not None))
         began = self._now()
         prefilled = began
         hidden: Tensor | None = None
@@ -257,6 +257,7 @@ class _Job:
             x = microbatch.tokens if stage.first else hidden
             assert x is not None
             out = model.hidden(x, microbatch.positions[:, begin:end], microbatch.mask(step), microbatch.caches)
+            assert microbatch.caches[0].filled == end, "the attention of this architecture did not use its cache"
             if stage.last:
                 # All rows end at the same place, so the head sees one position.
                 logits = model.logits(out[:, -1:])[:, 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallelize.pipeline import Stage, run_forward
-from parallelize.zero import local_part
+from parallelize.zero import NamedParameter, local_part
 from titanlike import architectures
 from titanlike.build import cut, materialise, plan_module
 from titanlike.checkpoint import Shard
@@ -26,25 +26,75 @@ from titanlike.generate.packed import PackedLinears
 from titanlike.loss import IGNORE
 from titanlike.mesh import Mesh
 
+if TYPE_CHECKING:
+    from titanlike.trainer import Trainer
+
 
 class InferenceModel:
     """This rank's part of a model. All ranks of the mesh make one and call its methods together."""
 
-    def __init__(self, architecture: str, config: Any, mesh: Mesh, dtype: torch.dtype, seq_len: int) -> None:
+    def __init__(
+        self,
+        architecture: str,
+        config: Any,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        seq_len: int,
+        weights_of: Trainer | None = None,
+    ) -> None:
         """`config` is the architecture's config dataclass; stages are balanced for sequences of `seq_len` tokens. The
-        weights are uninitialised: `shards` is for filling them."""
+        weights are uninitialised, and `shards` is for filling them; or they are those of a trainer, see `sharing`."""
         check_mesh(config, mesh.pp, mesh.tp)
         with torch.device("meta"):
             self.plain = architectures.resolve(architecture).model_class(config).to(dtype)
-        parts = cut(self.plain, plan_module(architecture), mesh, seq_len=seq_len, sequence_parallel=False)
+        parts = cut(
+            self.plain,
+            plan_module(architecture),
+            mesh,
+            seq_len=seq_len,
+            sequence_parallel=False,
+            split=None if weights_of is None else weights_of.built.layers_per_stage,
+        )
         self.config = config
         self.mesh = mesh
         self.dtype = dtype
         self.stage: Stage = parts.stages[0]
         self.stage_ranks = parts.stage_ranks
-        self.named = materialise(parts.stages, parts.indices, self.plain.tied_parameters, mesh.device)
-        self.stage.requires_grad_(False)
-        self.packed = PackedLinears(self.stage.model)
+        self.named: list[NamedParameter] = []
+        self.packed: PackedLinears | None = None
+        if not keeps_cache(self.plain):
+            raise UserError(f"the architecture {architecture} keeps no cache: its Context has no field `cache`")
+        if weights_of is None:
+            self.named = materialise(parts.stages, parts.indices, self.plain.tied_parameters, mesh.device)
+            self.stage.requires_grad_(False)
+            self.packed = PackedLinears(self.stage.model)
+        else:
+            theirs = weights_of.built.stages[0].model
+            for path, _ in list(self.stage.model.named_parameters(remove_duplicate=False)):
+                owner, _, attribute = path.rpartition(".")
+                weight = getattr(theirs.get_submodule(owner), attribute)
+                setattr(self.stage.model.get_submodule(owner), attribute, weight)
+
+    @classmethod
+    def sharing(cls, trainer: Trainer) -> InferenceModel:
+        """A model whose weights are the trainer's own tensors, as they are at each call. All ranks call it, if
+        `can_share`."""
+        config, built = trainer.config, trainer.built
+        return cls(
+            config.model.architecture,
+            built.plain.config,
+            trainer.mesh,
+            built.dtype,
+            config.train.seq_len,
+            weights_of=trainer,
+        )
+
+    @staticmethod
+    def can_share(trainer: Trainer) -> bool:
+        """Whether a trainer's weights can be used in place: one stage on each rank, in the order of the ranks, and an
+        attention that keeps a cache."""
+        built = trainer.built
+        return built.stage_ranks == list(range(trainer.mesh.pp)) and keeps_cache(built.plain)
 
     def shards(self) -> dict[str, Shard]:
         """The weights of this rank as boxes of the plain model's tensors, by their plain names, to be filled before
@@ -79,6 +129,11 @@ class InferenceModel:
         """Last stage: [rows, seq, dim] -> logits [rows, seq, vocab], whole and the same on all tp ranks."""
         logits = self.stage.model.head(hidden)
         return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+    def lay_out(self, rows: int) -> None:
+        """Lay weights out in memory for products with so many rows, most of the time; a trainer's stay as they are."""
+        if self.packed is not None:
+            self.packed.for_rows(rows)
 
     def new_caches(self, length: int) -> list[AttentionCache]:
         """Empty caches for the layers of this stage."""
@@ -136,6 +191,12 @@ class InferenceModel:
         from torch.distributed.tensor.parallel import loss_parallel
 
         return loss_parallel()
+
+
+def keeps_cache(plain: Any) -> bool:
+    """Whether a model's attention can be given a cache; see models.llama.Context."""
+    like = torch.empty(1, 1, 0, device="meta")
+    return "cache" in getattr(plain.context(like), "_fields", ())
 
 
 def check_mesh(config: Any, pp: int, tp: int) -> None:

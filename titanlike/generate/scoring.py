@@ -25,7 +25,7 @@ def score(
     # Rows of like length together, the longest first: little padding, and memory runs out at once or never.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     taken = order[mine::dp]
-    model.packed.for_rows(1024)
+    model.lay_out(1024)
     found: dict[int, tuple[float, bool]] = {}
     for begin in range(0, len(taken), batch_size * model.mesh.pp):
         batch = taken[begin : begin + batch_size * model.mesh.pp]

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO
@@ -93,6 +93,17 @@ class Metrics:
         self._events_file.write(
             files.encode({"event": event, "step": step, "wall_time": self._clock(), **fields}) + "\n"
         )
+
+    def samples(self, step: int, texts: Sequence[str]) -> None:
+        """Texts that the model made after `step`: on the console, as an event `samples`, and in TensorBoard."""
+        if not self.is_main:
+            return
+        self.event("samples", step, texts=list(texts))
+        self.message("\n".join([f"text after step {step}:", *texts]))
+        if self._tensorboard is not None:
+            # Indented by four spaces, Markdown shows a text as it is.
+            shown = ("\n".join(f"    {line}" for line in text.splitlines()) for text in texts)
+            self._tensorboard.text(step, "samples", "\n\n---\n\n".join(shown))
 
     def message(self, text: str) -> None:
         """Print a line without breaking the progress bar."""

@@ -133,7 +133,7 @@ Every run writes into its folder, from rank 0:
 | `metrics.dropped.jsonl` | lines of steps that were run again after a resume, moved out of `metrics.jsonl` |
 | `events.jsonl` | one JSON object an event: `start` and `resume`, with the mesh; `checkpoint`, \
 with `checkpoint_stall_s`, the seconds for which it held up the training; `digest` of the state; \
-`bad_step` with what `[guard]` did, why, and on which samples |
+`samples` with the texts of `[validation.generate]`; `bad_step` with what `[guard]` did, why, and on which samples |
 | `tensorboard/` | the same names for TensorBoard (`metrics.tensorboard = false` turns it off) |
 
 - Floats have all their digits: two runs can be compared bitwise (`scripts/report.py --compare A B`).

@@ -44,6 +44,18 @@ class TensorBoard:
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text, which TensorBoard shows as Markdown."""
+        summary_pb2: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        tensor_pb2: Any = import_module("tensorboard.compat.proto.tensor_pb2")
+        types_pb2: Any = import_module("tensorboard.compat.proto.types_pb2")
+        shape_pb2: Any = import_module("tensorboard.compat.proto.tensor_shape_pb2")
+        metadata = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text"))
+        shape = shape_pb2.TensorShapeProto(dim=[shape_pb2.TensorShapeProto.Dim(size=1)])
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        value = self._summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
+
     def close(self) -> None:
         """Write out what is waiting, and close the file."""
         self._writer.close()
