@@ -10,6 +10,7 @@ PATH is a checkpoint folder (.../step-00000010), or a run folder, which stands f
     checkpoint.py rm runs/llama 10 20           delete steps 10 and 20
     checkpoint.py export PATH OUT               weights as a Hugging Face folder
     checkpoint.py import HF_FOLDER OUT          a Hugging Face folder as weights for checkpoint.init_from
+    checkpoint.py average PATH PATH ... OUT     the average of their weights, as weights alone
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ("path", "the Hugging Face folder, of safetensors"),
         ("out", "the folder to make"),
     )
+    sub = command(
+        "average",
+        "Average the weights of checkpoints, saved by any mesh; the oldest first. Makes a checkpoint of weights alone.",
+    )
+    sub.add_argument("paths", nargs="+", help="checkpoint folders, or run folders for their newest good ones")
+    sub.add_argument("out", help="the folder to make")
+    sub.add_argument(
+        "--ema", type=float, metavar="D", help="instead of equal shares: at each next one keep D of the average so far"
+    )
     return parser.parse_args(arguments)
 
 
@@ -68,7 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command == "rm":
         removed = [str(folder) for folder in tools.remove(args.path, args.steps, args.force)]
         return show_lines({"removed": removed}, [f"removed {folder}" for folder in removed], args)
-    if args.command == "export":
+    if args.command == "average":
+        from titanlike.checkpoint.average import average
+
+        lines = average(args.paths, args.out, args.ema)
+    elif args.command == "export":
         lines = tools.export(args.path, args.out, args.dtype)
     else:
         from titanlike.checkpoint.hf_import import import_hf

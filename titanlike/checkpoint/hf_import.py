@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-import shutil
-import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import titanlike
-from titanlike.checkpoint import files, folder, manifest
-from titanlike.checkpoint.digest import add, box_digest, digest_text
 from titanlike.checkpoint.hf import HfFolder
 from titanlike.checkpoint.hf_config import from_hf_config, hf_name, is_buffer
-from titanlike.checkpoint.tensorfile import DTYPE_NAMES, as_bytes, make_header
+from titanlike.checkpoint.weights_only import write_weights_only
 from titanlike.errors import UserError
 
 _PIECE_BYTES = 64 << 20  # of a tensor, held at once
@@ -31,18 +25,18 @@ def import_hf(path: str | Path, out: str | Path) -> list[str]:
     with HfFolder(Path(path)) as source:
         model = from_hf_config(source.config, source.folder / "config.json")
         names = _our_names(source, model)
-        temporary = out.parent / f"{folder.TEMPORARY}{out.name}"
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        try:
-            files.make_folder(temporary)
-            _write_weights(source, names, model, temporary)
-            files.sync_folder(temporary)
-            files.rename(temporary, out)
-            files.sync_folder(out.parent)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise UserError(f"{out} could not be written: {error.strerror or error}: {error.filename}") from error
+        entries = {f"model.{name}": source.entry(key) for name, key in names.items()}
+        specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items() if entry is not None}
+
+        def pieces(name: str) -> Iterator[torch.Tensor]:
+            (dtype, shape), key = specs[name], names[name.removeprefix("model.")]
+            rows = max(1, _PIECE_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+            for start in range(0, shape[0], rows):
+                piece = torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype)
+                source.read_box(key, (start,) + (0,) * (len(shape) - 1), piece)
+                yield piece
+
+        write_weights_only(out, specs, pieces, {"model": model})
     lines = [f"{path} -> {out}: {len(names)} tensors; start from it with --checkpoint.init_from {out}", "[model]"]
     lines += [f"{key} = {_toml(value)}" for key, value in model.items() if value is not None]
     return lines
@@ -74,63 +68,6 @@ def _our_names(source: HfFolder, model: dict[str, Any]) -> dict[str, str]:
     if left:
         raise UserError(f"{source.folder} holds {left[0]!r}, which a Llama has no place for")
     return names
-
-
-def _write_weights(source: HfFolder, names: dict[str, str], model: dict[str, Any], temporary: Path) -> None:
-    """The files of a checkpoint that holds `model.*` alone, tensor by tensor."""
-    tensors: dict[str, Any] = {}
-    listed: dict[str, Any] = {}
-    total = 0
-    for number, (name, key) in enumerate(names.items()):
-        ours, file = f"model.{name}", f"weights-{number:05d}.safetensors"
-        entry = source.entry(key)
-        assert entry is not None
-        crc, value = 0, 0
-
-        def pieces(key: str = key, ours: str = ours) -> Iterator[bytes | memoryview]:
-            nonlocal value
-            entry = source.entry(key)
-            assert entry is not None
-            yield make_header({ours: (entry.dtype, entry.shape)}, {"format": "pt"})
-            rows = max(1, _PIECE_BYTES // max(1, math.prod(entry.shape[1:]) * entry.dtype.itemsize))
-            for start in range(0, entry.shape[0], rows):
-                piece = torch.empty((min(rows, entry.shape[0] - start), *entry.shape[1:]), dtype=entry.dtype)
-                offset = (start,) + (0,) * (len(entry.shape) - 1)
-                source.read_box(key, offset, piece)
-                value = add(value, int(box_digest(ours, piece, entry.shape, offset)))
-                yield as_bytes(piece)
-
-        def see(chunk: memoryview) -> None:
-            nonlocal crc
-            crc = zlib.crc32(chunk, crc)
-
-        size = files.write_file(temporary / file, pieces(), see)
-        listed[file] = {"bytes": size, "crc32": manifest.crc_text(crc)}
-        box = {"offset": [0] * len(entry.shape), "shape": list(entry.shape), "file": file, "key": ours}
-        tensors[ours] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "digest": digest_text(value),
-            "boxes": [box],
-        }
-        total = add(total, value)
-    state = {"step": 0, "model": model, "weights_only": True}
-    for name, content in ((manifest.TENSORS, tensors), (manifest.STATE, state)):
-        data = manifest.to_json(content)
-        files.write_file(temporary / name, [data])
-        listed[name] = {"bytes": len(data), "crc32": manifest.crc_text(zlib.crc32(data))}
-    manifest.write_commit(
-        temporary,
-        {
-            "step": 0,
-            "sequence": 0,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "titanlike": titanlike.__version__,
-            "torch": torch.__version__,
-            "digest": digest_text(total),
-            "files": listed,
-        },
-    )
 
 
 def _toml(value: Any) -> str:
