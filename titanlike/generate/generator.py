@@ -74,6 +74,7 @@ class Generator:
     ) -> None:
         """`decode` turns ids into text, for stop strings; a row ends at one of `end_ids`; `longest` is how many tokens
         a prompt and what follows may have together, and `limit` says why in an error."""
+        model.go_local()
         self.model = model
         self.mesh = model.mesh
         self.decode = decode

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallelize.pipeline import Stage, run_forward
+from parallelize.local import is_known, make_local
+from parallelize.pipeline import Stage, cut_stage, run_forward
 from parallelize.zero import NamedParameter, local_part
 from titanlike import architectures
 from titanlike.build import cut, materialise, plan_module
@@ -47,9 +48,10 @@ class InferenceModel:
         check_mesh(config, mesh.pp, mesh.tp)
         with torch.device("meta"):
             self.plain = architectures.resolve(architecture).model_class(config).to(dtype)
+        tables = plan_module(architecture)
         parts = cut(
             self.plain,
-            plan_module(architecture),
+            tables,
             mesh,
             seq_len=seq_len,
             sequence_parallel=False,
@@ -59,6 +61,8 @@ class InferenceModel:
         self.mesh = mesh
         self.dtype = dtype
         self.stage: Stage = parts.stages[0]
+        self.layers_per_stage = parts.layers_per_stage
+        self.tables = tables
         self.stage_ranks = parts.stage_ranks
         self.named: list[NamedParameter] = []
         self.packed: PackedLinears | None = None
@@ -103,6 +107,23 @@ class InferenceModel:
             named.name: Shard(local_part(named.parameter), tuple(named.parameter.shape), named.box_offset)
             for named in self.named
         }
+
+    def go_local(self) -> None:
+        """Under tp, go on with local tensors and written-out collectives, if the plan is one that parallelize.local
+        knows: less work for each operation. To be called when the weights are there; they stay where they are."""
+        if self.stage.tp_mesh is None:
+            return
+        plan = self.tables.tensor_plan(self.config, self.mesh.tp, False)
+        if not is_known(plan):
+            return
+        first_parts, last_parts = self.tables.FIRST_PARTS, self.tables.LAST_PARTS
+        model = cut_stage(self.plain, self.layers_per_stage, self.mesh.coordinate("pp"), first_parts, last_parts)
+        make_local(model, self.stage.model, plan, self.mesh.group("tp"), last_parts)
+        first, last = self.stage.first, self.stage.last
+        self.stage = Stage(model, self.stage.loss, first=first, last=last, tp_mesh=None, stream=None)
+        if self.packed is not None:
+            self.packed = PackedLinears(model)
+            self.named = []  # nobody else holds the weights, so they can be laid out anew
 
     # -- parts of a forward pass -------------------------------------------------------------------------------------
 
@@ -186,7 +207,7 @@ class InferenceModel:
     def _loss_context(self) -> Any:
         import contextlib
 
-        if self.mesh.tp == 1:
+        if self.stage.tp_mesh is None:
             return contextlib.nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel
 

@@ -8,7 +8,7 @@ Properties:
 - What is computed stays the same but for rounding. The modules stay what they are: nn.Linear with another forward or
   another stride.
 - Nothing is held twice, but for a weight that another module shares (a tied embedding).
-- float64, accelerators, and layers cut over tp (DTensors) stay as they are.
+- float64, accelerators and DTensors stay as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Layer:
         self.shared = shared  # the weight is another module's too, which needs it row-major
         self.layout = PLAIN
         self.plain = module.weight
+        self.wide = module.weight.shape[0] >= module.weight.shape[1]  # a rank's part may be other than out_features
         self.blocks: Tensor | None = None
 
     def best(self, rows: int) -> str:
@@ -54,7 +55,7 @@ class _Layer:
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return PLAIN
         if rows == 1 and weight.dtype == torch.float32:
-            return COLUMNS if self.module.out_features >= self.module.in_features else PLAIN
+            return COLUMNS if self.wide else PLAIN
         return BLOCKS if _has_blocks() else PLAIN
 
     def lay_out(self, layout: str) -> None:

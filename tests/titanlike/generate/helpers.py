@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from models.llama import Llama, LlamaConfig
-from titanlike.build import draw_parameter
+from titanlike.build import draw_parameter, generator_for
 from titanlike.generate.generator import Completion, Generator
 from titanlike.generate.model import InferenceModel
 from titanlike.mesh import Mesh
@@ -25,11 +25,17 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(chr(ord("A") + i % 26) for i in ids)
 
 
+def drawn(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A random parameter; biases too, which a model starts with as zeros."""
+    value = draw_parameter(model, 0, name, shape, torch.device("cpu"))
+    return value.normal_(0, 0.3, generator=generator_for(1, name, value.device)) if name.endswith("bias") else value
+
+
 def model_on(mesh: Mesh, config: LlamaConfig = CONFIG, dtype: torch.dtype = torch.float64) -> InferenceModel:
     """The random model on this rank's part of the mesh."""
     model = InferenceModel("llama", config, mesh, dtype, config.max_seq_len)
     for name, shard in model.shards().items():
-        whole = draw_parameter(model.plain, 0, name, shard.global_shape, torch.device("cpu"))
+        whole = drawn(model.plain, name, shard.global_shape)
         sizes = zip(shard.offset, shard.tensor.shape, strict=True)
         shard.tensor.copy_(whole[tuple(slice(start, start + size) for start, size in sizes)])
     return model
@@ -39,7 +45,7 @@ def plain_model(config: LlamaConfig = CONFIG, dtype: torch.dtype = torch.float64
     """The same, on one device."""
     model = Llama(config).to(dtype).requires_grad_(False)
     for name, parameter in model.named_parameters():
-        parameter.copy_(draw_parameter(model, 0, name, tuple(parameter.shape), torch.device("cpu")))
+        parameter.copy_(drawn(model, name, tuple(parameter.shape)))
     return model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from models.llama import RopeScaling
 from tests.ranks import run_ranks
@@ -63,12 +64,17 @@ def test_greedy_equals_the_plain_model_for_variants(config: str) -> None:
         assert [each.ids for each in made] == wanted
 
 
+# A vocabulary and a feed-forward that tp does not divide.
+ODD = dataclasses.replace(
+    CONFIG, tie_embeddings=True, vocab_size=101, ffn_dim=50, attention_bias=True, mlp_bias=True
+)  # fmt: skip
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"sampling": DRAWN},
     {"prompts": PROMPTS[:1], "sampling": DRAWN},  # fewer prompts than pp or dp has ranks
     {"end_ids": [3, 10, 20, 30, 60, 77], "stop": ["AB", "Q", "ZX"], "count": 30},
-    {"config": dataclasses.replace(CONFIG, tie_embeddings=True, vocab_size=101), "batch_size": 2},
+    {"config": ODD, "batch_size": 2},
 ]
 
 
@@ -107,6 +113,28 @@ def _cache_shapes() -> list[tuple[int, ...]]:
 
 def test_the_cache_is_split_by_kv_head() -> None:
     assert run_ranks(2, _cache_shapes) == [[(1, 1, 10, 8)] * 4] * 2
+
+
+def _logits_both_ways(tp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(with DTensors, with local tensors, those of the plain model)"""
+    model = model_on(Mesh(1, 1, tp, torch.device("cpu")), ODD)
+    tokens = torch.tensor([[1, 2, 3, 100]])
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model.logits(model.hidden(tokens, torch.arange(4)[None], None))
+
+    before = logits()
+    model.go_local()
+    assert not any(isinstance(parameter, DTensor) for parameter in model.stage.parameters())
+    return before, logits(), plain_model(ODD)(tokens)
+
+
+def test_local_tensors_compute_what_dtensors_do() -> None:
+    for tp in (2, 4):
+        for dtensors, local, plain in run_ranks(tp, _logits_both_ways, tp):
+            torch.testing.assert_close(dtensors, plain, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(local, plain, rtol=1e-10, atol=1e-10)
 
 
 def _events() -> list[tuple[int, list[int], bool]]:
