@@ -119,7 +119,7 @@ def config_for(source: Source, options: argparse.Namespace, overrides: Mapping[s
     elif path is None:
         keys["train.seq_len"] = source.trained_length
     given = load_config(path, {**keys, **overrides})
-    model = {"architecture": source.architecture, **without_none(dataclasses.asdict(source.model_config))}
+    model = without_none(dataclasses.asdict(source.model_config))
     tokenizer = options.tokenizer or source.tokenizer or given.data.tokenizer
     mesh = {key: overrides[key] for key in KEYS if key.startswith("mesh.") and key in overrides}
     # What a run has besides (optimizer, schedule, hooks ...) stays out: it has no say here.
@@ -128,7 +128,8 @@ def config_for(source: Source, options: argparse.Namespace, overrides: Mapping[s
     kept["train"]["microbatch_size"] = kept["train"]["global_batch_size"] = given.train.microbatch_size
     kept["run"] = {"seed": given.run.seed, "device": given.run.device}
     kept["mesh"] = {"sequence_parallel": False}  # as the model is cut for inference, so any seq_len will do
-    return load_config(None, {**kept, "model": model, "data.tokenizer": tokenizer, **mesh})
+    name = {"model.architecture": source.architecture}
+    return load_config(None, {**kept, "model": model, **name, "data.tokenizer": tokenizer, **mesh})
 
 
 def without_none(values: Any) -> Any:

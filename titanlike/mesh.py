@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanlike.errors import UserError
+
 AXES = ("pp", "dp", "tp")
 
 
@@ -22,12 +24,18 @@ def world_size() -> int:
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device of this rank: `cpu`, `cuda`, or the machine's accelerator where there is one (`auto`)."""
+    """The device of this rank: `cpu`, `cuda`, or the machine's accelerator where there is one (`auto`).
+
+    Raises:
+        UserError: there is no such device.
+    """
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         name = accelerator.type if accelerator is not None and accelerator.type == "cuda" else "cpu"
     if name == "cpu":
         return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        raise UserError(f'run.device = "{name}", but torch {torch.__version__} sees no such device here: use "cpu"')
     device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device

@@ -37,9 +37,10 @@ def throughput(config: Config, trainer: Trainer) -> Throughput:
 
 
 def config_shape(trainer: Trainer) -> Any:
-    """The sizes that the FLOP formulas need, of the whole plain model."""
+    """The sizes that the FLOP formulas need, of the whole plain model. One without heads has no attention to count."""
     model = trainer.built.plain
-    return model_shape(model, model.config.n_layers, model.config.n_heads, model.config.head_dim)
+    layers, heads, head_dim = (getattr(model.config, name, 0) for name in ("n_layers", "n_heads", "head_dim"))
+    return model_shape(model, layers, heads, head_dim)
 
 
 def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
@@ -53,6 +54,7 @@ def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
     sizes = {
         name: getattr(model.config, name)
         for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+        if hasattr(model.config, name)
     }
     pipeline = None
     if mesh.pp > 1:

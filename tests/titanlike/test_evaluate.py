@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from tests.ranks import launch, run_ranks
-from tests.titanlike.runs import columns, run, tiny
+from tests.titanlike.runs import columns, run, text_file, tiny
+from titanlike.config import load_config
 from titanlike.errors import UserError
 from titanlike.evaluate import Score, byte_counter, main
+from titanlike.generate.command import main as generate
 from titanlike.loss import IGNORE
+from titanlike.metrics import files
 from titanlike.tokenizer import ByteTokenizer, FileTokenizer
 
 TEXT = "naïve café — 日本語 ✓ 🙂 and plain words, and more of them.\n" * 3
@@ -92,6 +95,43 @@ def test_mistakes_are_one_sentence(trained: Path) -> None:
     said = run_ranks(1, _evaluated, list(wrong.values()))[0]
     for sentence, answer in zip(wrong, said, strict=True):
         assert isinstance(answer, str) and sentence in answer and "\n" not in answer, answer
+
+
+def _own(folder: Path, shape: dict[str, Any]) -> Any:
+    """A run of an architecture that has no attention, with samples during training."""
+    config = load_config(
+        None,
+        {
+            **{"run.dir": str(folder.parent), "run.name": folder.name, "run.device": "cpu", **shape},
+            **{"model.architecture": "tests.titanlike.own_architecture:Own", "model.n_layers": 2},
+            **{"data.source": "text", "data.paths": [str(text_file(folder.parent))], "metrics.tensorboard": False},
+            **{"train": {"steps": 2, "global_batch_size": 4, "seq_len": 32, "dtype": "float64"}},
+            **{"validation.generate": {"prompts": ["12 times"], "interval": 2, "max_new_tokens": 5}},
+        },
+    )
+    return run(config).error
+
+
+def _refused(argv: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        generate(argv, io.StringIO())
+    return str(caught.value)
+
+
+def test_an_architecture_without_a_cache_is_evaluated_and_generates_while_it_is_trained(tmp_path: Path) -> None:
+    assert run_ranks(1, _own, tmp_path / "one", {}) == [None]
+    assert run_ranks(2, _own, tmp_path / "two", {"mesh.tp": 2}) == [None, None]
+    texts = [
+        [each["texts"] for each in files.read_events(tmp_path / name) if each["event"] == "samples"]
+        for name in ("one", "two")
+    ]
+    assert texts[0] == texts[1] and texts[0][0][0].startswith("12 times")
+    (logged,) = columns(tmp_path / "one", "val_loss")[2]
+    argv = ["--checkpoint", str(tmp_path / "two")]
+    for answer in (run_ranks(1, _evaluated, [argv])[0], run_ranks(2, _evaluated, [[*argv, "--mesh.tp", "2"]])[0]):
+        assert answer[0]["sets"]["text"]["loss"] == pytest.approx(logged, rel=1e-10)
+    said = run_ranks(1, _refused, [*argv, "--prompt", "x"])[0]
+    assert said.startswith("the architecture Own cannot generate: its context has no field `cache`")
 
 
 def _rows(ids: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,9 +65,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, dict[str, An
         parser.add_argument(f"--{key}", metavar="VALUE", help=doc, dest=key)
     options = parser.parse_args(rest)
     for key in overrides:
-        if key not in KEYS and not key.startswith(ROPE):
-            near = nearest(key, [*KEYS, *(k for k in config_keys() if k.startswith(ROPE))])
-            raise UserError(f"--{key} has no effect here: the nearest that has is --{near}")
+        valid = [*KEYS, *(k for k in config_keys() if k.startswith(ROPE))]
+        if key not in valid:
+            raise UserError(f"--{key} has no effect here: the nearest that has is --{nearest(key, valid)}")
     config = load_config(None, {key: value for key, value in overrides.items() if key in KEYS})
     keys = config_keys()
     scaling = {

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.errors import UserError
-from titanlike.generate.model import InferenceModel
+from titanlike.generate.model import InferenceModel, keeps_cache
 from titanlike.generate.sampling import Sampling
 from titanlike.generate.text import Decode, StopStrings
 
@@ -74,6 +74,11 @@ class Generator:
     ) -> None:
         """`decode` turns ids into text, for stop strings; a row ends at one of `end_ids`; `longest` is how many tokens
         a prompt and what follows may have together, and `limit` says why in an error."""
+        if not keeps_cache(model.plain):
+            raise UserError(
+                f"the architecture {type(model.plain).__name__} cannot generate: its context has no field `cache` that "
+                "its attention could use (see docs/generate.md)"
+            )
         model.go_local()
         self.model = model
         self.mesh = model.mesh

@@ -66,8 +66,6 @@ class InferenceModel:
         self.stage_ranks = parts.stage_ranks
         self.named: list[NamedParameter] = []
         self.packed: PackedLinears | None = None
-        if not keeps_cache(self.plain):
-            raise UserError(f"the architecture {architecture} keeps no cache: its Context has no field `cache`")
         if weights_of is None:
             self.named = materialise(parts.stages, parts.indices, self.plain.tied_parameters, mesh.device)
             self.stage.requires_grad_(False)
@@ -141,7 +139,9 @@ class InferenceModel:
         else:
             out = x
         like = torch.empty(0, dtype=self.dtype, device=x.device).expand(*x.shape[:2], 0)
-        context = stage.model.context(like, positions)._replace(mask=mask)
+        context = stage.model.context(like, positions)
+        if mask is not None:
+            context = context._replace(mask=mask)
         for i, layer in enumerate(stage.model.layers.values()):
             out = layer(out, context if caches is None else context._replace(cache=caches[i]))
         return out

@@ -116,6 +116,7 @@ def test_wrong_inputs_are_one_sentence_each(learnt: Path, tmp_path: Path) -> Non
         "there is no prompt": good,
         "--prompts-file nowhere cannot be read": [*good, "--prompts-file", "nowhere"],
         "--train.steps has no effect here": [*good, *hello, "--train.steps", "3"],
+        "--model.rope_scaling.facto has no effect": [*good, *hello, "--model.rope_scaling.facto", "3"],
         "the following arguments are required: --checkpoint": hello,
         "unrecognized arguments: --promt": [*good, *hello, "--promt", "x"],
         "mesh.tp (3)": [*good, *hello, "--mesh.tp", "3"],
