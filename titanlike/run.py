@@ -35,7 +35,9 @@ from titanlike.guard import Guard, Verdict
 from titanlike.hooks import Hooks
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
 from titanlike.metrics import Metrics
+from titanlike.metrics.health import Health
 from titanlike.metrics.memory import memory_over_ranks
+from titanlike.metrics.startup_times import StartupTimes
 from titanlike.metrics.timers import Timers
 from titanlike.recovery import end_run, roll_back, tell_bad_step
 from titanlike.run_folder import run_folder
@@ -53,25 +55,28 @@ def train(config: Config) -> None:
     before a process group exists where it can be seen by then; NonFinite, which is one, on all ranks if the run
     diverges.
     """
-    world = world_size()
+    world, times = world_size(), StartupTimes.of_this_process()
     config.validate_for(world)
+    times.done("imports")
     dp = config.resolved_dp(world)
     rank = int(os.environ.get("RANK", "0"))
     with run_folder(config.run_dir, rank):
         hooks = Hooks(config)
         data = open_data(config, rank // config.mesh.tp % dp, dp)
         config.model_config_for(data.tokenizer.vocab_size)  # its errors belong before the process group too
+        times.done("data")
         device = pick_device(config.run.device)
 
         stop = StopSignal().install()
         try:
             init_distributed(device)
             mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
+            times.done("process_group")
             trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
             with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
                 metrics.tables(tables(config, trainer, data))
                 checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
-                Run(config, trainer, data, metrics, checkpointer, hooks).loop()
+                Run(config, trainer, data, metrics, checkpointer, hooks, times).loop()
                 checkpointer.close()
         finally:
             stop.restore()  # from here on a signal ends the process, also one that waits to print its error
@@ -88,6 +93,7 @@ class Run:
         metrics: Metrics,
         checkpointer: Checkpointer,
         hooks: Hooks,
+        times: StartupTimes,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -104,7 +110,11 @@ class Run:
         self.last_val_loss = self.best_val_loss = math.inf
         self.samples = Samples(trainer, data.tokenizer) if config.validation.generate.prompts else None
         self.timers = Timers(self.mesh.device.type)
+        self.health = Health(trainer) if config.metrics.health_interval else None
         self.throughput = throughput(config, trainer)
+        self.startup_times: StartupTimes | None = times
+        """until the first step is done"""
+        times.done("build")
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -125,6 +135,8 @@ class Run:
         if trainer.step_count == 0 and (self.checkpointer.decide(0).save or wanted):
             self.save()
         self.hooks("on_start", self)
+        if self.startup_times is not None:
+            self.startup_times.done("checkpoint")
         batches = self.data.train_batches(self.cursor)
         self.timers.start()
         while trainer.step_count < steps:
@@ -132,9 +144,14 @@ class Run:
             with self.timers.phase("data"):
                 batch = next(batches)
             self.hooks("before_step", self, step, batch)
+            health = self.health_of(step)
+            if health is not None:
+                with self.timers.phase("health"):
+                    health.forward(batch)
             self.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
             result = trainer.train_step(batch)
             verdict = self.verdict_on(result)
+            self.first_step_is_done(step)
             before, self.cursor = self.cursor, batch.cursor
             self.tokens += config.train.global_batch_size * batch.tokens.shape[1]
             values = {
@@ -158,6 +175,10 @@ class Run:
                     batches = self.data.train_batches(self.cursor)
                     self.timers.start()
                     continue
+            if health is not None:
+                if verdict is None:
+                    health.after_update()
+                values |= health.values()
             if self.validation_is_due(step):
                 values |= self.validate()
             if self.samples is not None and self.samples.due(step):
@@ -185,11 +206,27 @@ class Run:
 
     def before_update(self, result: StepResult) -> bool:
         """What the trainer asks when the gradients are reduced: whether to update the weights."""
-        self.hooks("before_optimizer", self, self.trainer.step_count + 1, result)
+        step = self.trainer.step_count + 1
+        self.hooks("before_optimizer", self, step, result)
+        health = self.health_of(step)
+        if health is not None:
+            health.before_update(result)
         if not self.looks_first:
             return True
         self.verdict = self.guard.judge(result.loss.item(), result.grad_norm.item())
         return self.verdict is None
+
+    def first_step_is_done(self, step: int) -> None:
+        """Say once how long it took until then."""
+        if self.startup_times is not None:
+            self.startup_times.done("first_step")
+            self.metrics.event("startup", step, **self.startup_times.fields())
+            self.metrics.message(self.startup_times.line())
+            self.startup_times = None
+
+    def health_of(self, step: int) -> Health | None:
+        """What looks at the model in this step, if it is one of every `metrics.health_interval`."""
+        return self.health if self.health is not None and step % self.config.metrics.health_interval == 0 else None
 
     @property
     def looks_first(self) -> bool:

@@ -102,7 +102,7 @@ class Trainer:
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run all microbatches. Returns the sum of this rank's token losses, 0 on ranks without the last stage."""
-        inputs = self._inputs(batch)
+        inputs = self.inputs(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self._loss_context():
             if self.mesh.pp == 1:
@@ -110,7 +110,7 @@ class Trainer:
                 for i in range(self.accumulation):
                     if i == self.accumulation - 1:
                         self.zero.last_microbatch()
-                    loss = stage(**self._microbatch(inputs, i))
+                    loss = stage(**self.microbatch(inputs, i))
                     loss.backward()
                     total += loss.detach().sum()
                 return total
@@ -147,7 +147,7 @@ class Trainer:
         """(mean token loss in nats, valid labels) over batches that every dp coordinate has the same number of."""
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         count = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        with self._loss_context(), self._eval_mode():
+        with self._loss_context(), self.eval_mode():
             for batch in batches:
                 loss += self._forward(batch)
                 count += (batch.labels != IGNORE).sum()
@@ -160,11 +160,11 @@ class Trainer:
         return self.config.train.microbatch_size * (self.accumulation if self.mesh.pp > 1 else 1)
 
     def _forward(self, batch: Any) -> Tensor:
-        inputs = self._inputs(batch)
+        inputs = self.inputs(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
         def run(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor | None:
-            arguments = self._microbatch(inputs, microbatch)
+            arguments = self.microbatch(inputs, microbatch)
             if hidden is not None:
                 arguments["x"] = hidden
             out = stage(**arguments)
@@ -173,9 +173,7 @@ class Trainer:
                 return None
             return out
 
-        self._run_forward(
-            run, inputs["labels"].shape[0] // self.config.train.microbatch_size, inputs["labels"].shape[1]
-        )
+        self.run_forward(run, inputs["labels"].shape[0] // self.config.train.microbatch_size, inputs["labels"].shape[1])
         return total
 
     @torch.no_grad()
@@ -197,8 +195,8 @@ class Trainer:
                 found.append(stage.model.head(out[:, index : index + 1])[:, 0])
             return None
 
-        with self._eval_mode():
-            self._run_forward(run, 1, tokens.shape[1])
+        with self.eval_mode():
+            self.run_forward(run, 1, tokens.shape[1])
         if self.mesh.pp == 1:
             return found[0]
         vocab = self.built.plain.config.vocab_size
@@ -208,9 +206,10 @@ class Trainer:
         dist.broadcast(logits, group=self.mesh.group("pp"), group_src=self.built.stage_ranks[-1])
         return logits
 
-    def _run_forward(
+    def run_forward(
         self, run: Callable[[Stage, int, Tensor | None], Tensor | None], microbatches: int, seq_len: int
     ) -> None:
+        """Run all stages on all microbatches without gradients; see parallelize.pipeline.run_forward."""
         stages = dict(zip(self.built.stage_indices, self.built.stages, strict=True))
 
         def border(_microbatch: int) -> Tensor:
@@ -226,7 +225,8 @@ class Trainer:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _inputs(self, batch: Any) -> dict[str, Tensor]:
+    def inputs(self, batch: Any) -> dict[str, Tensor]:
+        """The tensors of a batch on this rank's device, named like the arguments of a stage; those that there are."""
         named = {
             "x": batch.tokens,
             "labels": batch.labels,
@@ -235,12 +235,13 @@ class Trainer:
         }
         return {k: v.to(self.mesh.device, non_blocking=True) for k, v in named.items() if v is not None}
 
-    def _microbatch(self, inputs: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    def microbatch(self, inputs: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+        """The rows of microbatch `index`."""
         rows = self.config.train.microbatch_size
         return {k: v[index * rows : (index + 1) * rows] for k, v in inputs.items()}
 
     @contextlib.contextmanager
-    def _eval_mode(self) -> Generator[None]:
+    def eval_mode(self) -> Generator[None]:
         """Without dropout and the like, then back to training."""
         for stage in self.built.stages:
             stage.eval()

@@ -14,3 +14,6 @@ class MetricsConfig(Section):
     """Print a progress line every so many steps when the output is not a terminal."""
     matmul_peak: bool = False
     """Measure at the start, in a second or so, how fast the device multiplies large matrices; log MFU against that."""
+    health_interval: int = Field(default=0, ge=0)
+    """Every so many steps, look at activations, attention, gradients, weights and updates of each layer; such a step
+    costs about a forward more. 0: never."""

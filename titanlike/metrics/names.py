@@ -93,6 +93,7 @@ _TIME = (
         "time/checkpoint_s", "s", "how long saving after the previous step held up the training", "steps after a save"
     ),
     Name("time/validation_s", "s", "validation after this step", "validation steps"),
+    Name("time/health_s", "s", "the forward that looks at activations and attention", "health steps"),
     Name("time/other_s", "s", "the rest of `step_time_s`: logging, the loop itself"),
 )
 _MEMORY = (
@@ -101,12 +102,45 @@ _MEMORY = (
     Name("memory/peak_max_bytes", "bytes", "highest memory in use so far in this process, on the rank with most"),
     Name("memory/peak_min_bytes", "bytes", "the same on the rank with least"),
 )
+_LOOKED = "health steps"
+_HEALTH = (
+    Name(
+        "activation_rms/<layer>",
+        "1",
+        "root mean square of what the block hands on, over all elements, rows and positions of the global batch",
+        _LOOKED,
+    ),
+    Name("activation_max/<layer>", "1", "largest magnitude of the same", _LOOKED),
+    Name(
+        "attention_logit_max/<layer>",
+        "1",
+        "largest `q·k × scale` over all heads and all pairs of positions that may attend",
+        "health steps, layers with attention",
+    ),
+    Name(
+        "attention_entropy/<layer>",
+        "nats",
+        "`−Σ p ln p` of the attention of a query, mean over all heads, rows and positions",
+        "health steps, layers with attention",
+    ),
+    Name("grad_rms/<part>", "1", "root mean square of the gradient of `loss`, before clipping, over the part", _LOOKED),
+    Name("grad_max/<part>", "1", "largest magnitude of the same", _LOOKED),
+    Name("weight_rms/<part>", "1", "root mean square of the part's master weights, before the update", _LOOKED),
+    Name("weight_max/<part>", "1", "largest magnitude of the same", _LOOKED),
+    Name(
+        "update_ratio/<part>",
+        "1",
+        "`RMS(weights after − weights before) / RMS(weights before)`, decay included",
+        "health steps whose update was made",
+    ),
+)
 SECTIONS: dict[str, tuple[Name, ...]] = {
     "Progress": _PROGRESS,
     "Learning": _LEARNING,
     "Speed": _SPEED,
     "Where the time goes": _TIME,
     "Memory": _MEMORY,
+    "Health of the model": _HEALTH,
 }
 
 
@@ -131,7 +165,8 @@ Every run writes into its folder, from rank 0:
 |---|---|
 | `metrics.jsonl` | one JSON object a step, with the names below |
 | `metrics.dropped.jsonl` | lines of steps that were run again after a resume, moved out of `metrics.jsonl` |
-| `events.jsonl` | one JSON object an event: `start` and `resume`, with the mesh; `checkpoint`, \
+| `events.jsonl` | one JSON object an event: `start` and `resume`, with the mesh; `startup`, with \
+the seconds from the command to the end of the first step, in parts; `checkpoint`, \
 with `checkpoint_stall_s`, the seconds for which it held up the training; `digest` of the state; \
 `samples` with the texts of `[validation.generate]`; `bad_step` with what `[guard]` did, why, and on which samples |
 | `tensorboard/` | the same names for TensorBoard (`metrics.tensorboard = false` turns it off) |
@@ -150,11 +185,24 @@ _CLOSING = """\
 - **Times** are those of rank 0. They are disjoint: a phase inside another pauses it, and all of them with
   `time/other_s` add up to `step_time_s + time/validation_s`. On a GPU they come from events and are read without making
   the host wait, so each line has the times and rates of the step before, and the first line has none.
+- **Start-up** is told once a process, in a line on the console and in the event `startup`: `launcher_s` (from the start
+  of torchrun to that of this process; not after a restart by torchrun), `imports_s` (Python, imports, the config),
+  `data_s` (open the data), `process_group_s` (meet the other ranks, make the groups of the mesh), `build_s` (cut the
+  model, draw the weights, make the optimizer), `checkpoint_s` (find and load the newest one; save that of step 0 where
+  one is), `first_step_s` (the first batch and its step, with compilation), `total_s`. They are rank 0's, so a part in
+  which ranks meet has the wait for the slowest one in it. When a process began is read from the system.
 - **FLOPs** count a multiply and an add as two, and the backward twice the forward. Recomputation under activation
   checkpointing is not counted, nor is what a document mask saves. `F` is exactly what torch's `FlopCounterMode` counts
   with the math attention kernel. Layers are those with attention, heads are query heads.
 - **MFU** against a datasheet is given for bfloat16 on devices whose dense peak is known (titanlike/metrics/flops.py).
   For others there is none, rather than one against a guessed peak.
+- **Health** is measured every `metrics.health_interval` steps. A part is a block (`layers.3`) or a module at the top of
+  the model (`tok_embeddings`, `norm`, `output`); a tied weight counts once, under its first name. Activations and
+  attention are those of an extra forward over the whole global batch, without gradients, with dropout off and the
+  blocks run eagerly: a compiled forward has no place to look at, a recomputed one runs twice, and which rows a
+  microbatch holds depends on the mesh. So the numbers do not: in float64 they equal those of one rank to 1e-10.
+  Attention is seen where a block calls `scaled_dot_product_attention`. Such a step costs about a forward more, the
+  attention logits once more, and a copy of the rank's master weights until its update is done; others cost nothing.
 - **Memory** is what torch's allocator holds in use on a GPU, and the resident set of the process on CPU.
 """
 

@@ -23,6 +23,7 @@ PHASES = (
     "param_gather",
     "checkpoint",
     "validation",
+    "health",
     "other",
 )
 

@@ -17,10 +17,12 @@ from tests.ranks import RankError, run_ranks
 from titanlike.config import Config, load_config
 from titanlike.metrics import files, names
 from titanlike.metrics.flops import flops_per_token
+from titanlike.metrics.startup_times import PARTS
 
 # Names that only some runs have; each is covered by a test of its own.
 DATASHEET = {"mfu/palm", "mfu/matmul", "mfu/causal"}
-SOMETIMES = {"skipped", "val_loss", "val_loss/<set>", "time/checkpoint_s", "time/validation_s"}
+SOMETIMES = {"skipped", "val_loss", "val_loss/<set>", "time/checkpoint_s", "time/validation_s", "time/health_s"}
+HEALTH = {entry.name for entry in names.SECTIONS["Health of the model"]}
 
 
 def tiny(run_dir: Path, **overrides: Any) -> Config:
@@ -54,6 +56,7 @@ def test_a_run_logs_the_listed_names_and_no_others(tmp_path: Path) -> None:
     """A list that is kept by hand says one thing and the files another."""
     overrides = {
         "metrics.matmul_peak": True,
+        "metrics.health_interval": 4,
         "checkpoint.interval": 2,
         "optimizer.groups": [{"match": "norm", "lr_scale": 0.5}],
     }
@@ -65,7 +68,7 @@ def test_a_run_logs_the_listed_names_and_no_others(tmp_path: Path) -> None:
     listed = {entry.name for entries in names.SECTIONS.values() for entry in entries}
     assert listed - {names.find(name).name for name in logged} == DATASHEET | {"val_loss/<set>", "skipped"}
     for row in rows:
-        assert listed - {names.find(name).name for name in row} <= DATASHEET | SOMETIMES
+        assert listed - {names.find(name).name for name in row} <= DATASHEET | SOMETIMES | HEALTH
         assert row["tokens"] == row["step"] * 4 * 16
         phases = sum(value for name, value in row.items() if name.startswith("time/"))
         assert phases == pytest.approx(row["step_time_s"] + row.get("time/validation_s", 0.0))
@@ -75,7 +78,9 @@ def test_a_run_logs_the_listed_names_and_no_others(tmp_path: Path) -> None:
     assert [("val_loss" in row, "time/checkpoint_s" in row) for row in rows] == [
         (False, False), (True, False), (False, True), (True, False),
     ]  # fmt: skip
-    start, *saves = files.read_events(tmp_path / "run")
+    start, startup, *saves = files.read_events(tmp_path / "run")
+    assert (startup["event"], startup["step"]) == ("startup", 1)
+    assert startup["total_s"] == pytest.approx(sum(startup[f"{part}_s"] for part in PARTS if part != "launcher"))
     assert [(event["event"], event["step"]) for event in saves] == [("checkpoint", 2), ("checkpoint", 4)]
     assert (start["event"], start["mesh"], start["world_size"]) == ("start", {"pp": 1, "dp": 2, "tp": 1}, 2)
 

@@ -247,6 +247,21 @@ def test_browser_draws_every_hostile_run_in_one_page(tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_browser_draws_the_layers_of_a_deep_model_in_one_chart(tmp_path: Path) -> None:
+    """Symptom: eighty layers are eighty charts for each of nine numbers, and the page stops at the first eighty."""
+    rows = [row(s, **{f"activation_rms/layers.{n}": 1.0 + n + s for n in range(80)}) for s in range(1, 30)]
+    page = tmp_path / "report.html"
+    page.write_text(render(load_runs([write(tmp_path / "run", rows)])), encoding="utf-8")
+    document = browse(page, "--dump-dom")
+    drawn = chart(document, "activation_rms/")
+    assert 'data-chart="activation_rms/layers' not in document
+    for layer in ("layers.0", "layers.11", "layers.79"):
+        assert f"{layer}</span>" in drawn
+    assert "root mean square of what the block hands on" in drawn
+    assert len(re.findall(r'<path d="M[^"]+" fill="none"', drawn)) == 8
+
+
+@needs_browser
 def test_browser_says_that_a_run_has_no_steps_yet(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(render(load_runs([write(tmp_path / "run", [])])), encoding="utf-8")

@@ -576,6 +576,22 @@ function configTable() {
   ];
 }
 
+// Names like activation_rms/layers.3 share a chart when there are several, first to last from faint to full; of many, eight.
+function families(names) {
+  const found = new Map();
+  for (const name of names) {
+    const family = name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : name;
+    if (!found.has(family)) found.set(family, []);
+    found.get(family).push(name);
+  }
+  return [...found].flatMap(([family, members]) => {
+    if (members.length < 3) return members.map((name) => [name, [[name, ""]]]);
+    members.sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const shown = members.length <= 8 ? members : [...Array(8).keys()].map((i) => members[Math.round(i * (members.length - 1) / 7)]);
+    return [[family + "/", shown.map((name) => [name, name.slice(family.length + 1)])]];
+  });
+}
+
 function buildCharts() {
   const has = (name) => RUNS.some((run) => run.columns[name]);
   const help = (name) => (DATA.names[name] || {}).meaning;
@@ -603,8 +619,11 @@ function buildCharts() {
   });
   const rest = [...new Set(RUNS.flatMap((run) => Object.keys(run.columns)))].filter((name) => !drawn.has(name)).sort();
   const more = html("div", { class: "grid" });
-  for (const name of rest.slice(0, 80)) {
-    more.append(new Chart({ id: name, title: name, unit: (DATA.names[name] || {}).unit, help: help(name), format: si, exact: si, log: true, clip: true, height: 180, lines: [{ name, label: "", dots: RUNS.every((run) => !run.columns[name] || run.columns[name].v.length < 40) }] }).node);
+  const entry = (name) => DATA.names[name] || DATA.names[Object.keys(DATA.names).find((known) => known.includes("<") && known.startsWith(name.slice(0, name.indexOf("/") + 1) + "<"))] || {};
+  const sparse = (name) => RUNS.every((run) => !run.columns[name] || run.columns[name].v.length < 40);
+  for (const [title, members] of families(rest).slice(0, 80)) {
+    const lines = members.map(([name, label], i) => ({ name, label, thin: members.length > 1, dots: members.length === 1 && sparse(name), faint: members.length > 1 ? (0.3 + 0.7 * i / (members.length - 1)).toFixed(2) : null }));
+    more.append(new Chart({ id: title, title, unit: entry(members[0][0]).unit, help: entry(members[0][0]).meaning, format: si, exact: si, log: true, clip: true, height: 180, lines }).node);
   }
   return [main, rest.length ? [html("h2", {}, "More"), more] : null];
 }
