@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from models.llama import PRESETS, LlamaConfig
+from parallelize.llama import HF
 from titanlike.build import draw_parameter
-from titanlike.checkpoint.hf_config import hf_name, to_hf_config
+from titanlike.checkpoint.hf_config import hf_parts, to_hf_config
 from titanlike.generate.generator import Generator
 from titanlike.generate.model import InferenceModel
 from titanlike.mesh import Mesh, init_distributed, pick_device
@@ -34,12 +35,12 @@ def both_models(config: LlamaConfig, dtype: torch.dtype) -> tuple[InferenceModel
     device = pick_device("cpu")
     init_distributed(device)
     ours = InferenceModel("llama", config, Mesh(1, 1, 1, device), dtype, 512)
-    theirs: Any = LlamaForCausalLM(TheirConfig(**to_hf_config(dataclasses.asdict(config), str(dtype)[6:], None)))
+    theirs: Any = LlamaForCausalLM(TheirConfig(**to_hf_config(HF[0], dataclasses.asdict(config), str(dtype)[6:], None)))
     theirs = theirs.to(dtype).eval().requires_grad_(False)
     into = dict(theirs.named_parameters())
     for name, shard in ours.shards().items():
         shard.tensor.copy_(draw_parameter(ours.plain, 0, name, shard.global_shape, device))
-        into.pop(hf_name(name)).copy_(shard.tensor)
+        into.pop(hf_parts(HF[0], name, shard.global_shape)[0][0]).copy_(shard.tensor)
     assert not into, list(into)
     return ours, theirs
 

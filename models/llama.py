@@ -184,10 +184,15 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, kv_heads, head_dim]
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim], before RoPE."""
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        return q, k, v
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q, k, v = self.heads(x)  # [batch, seq, heads or kv_heads, head_dim]
         q, k = rotate(q, context), rotate(k, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, heads, seq, head_dim]
         if context.cache is not None:
@@ -215,10 +220,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
+    attention_class: type[Attention] = Attention
+    """what a family with another attention has another of"""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = self.attention_class(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
@@ -231,12 +239,14 @@ class Llama(nn.Module):
     """tokens [batch, seq] int64 -> logits [batch, seq, vocab_size]."""
 
     config_class = LlamaConfig
+    block_class: type[Block] = Block
+    """what a family with another block has another of"""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block_class(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:

@@ -24,18 +24,20 @@ KEEP = (
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 )
-"""What `selective` keeps: matrix products, attention, and reductions over tp, which are slow to repeat."""
+"""What `selective` keeps: matrix products, attention, and reductions over tp, which are slow to repeat. An architecture
+with other costly operations names them in its `RECOMPUTE_KEEPS`."""
 
 
-def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(keep: tuple[Any, ...], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_activation_checkpoint(block: nn.Module, mode: str) -> None:
-    """Wrap the block's forward in place; `mode` is none, full or selective."""
+def apply_activation_checkpoint(block: nn.Module, mode: str, keep: tuple[Any, ...] = ()) -> None:
+    """Wrap the block's forward in place; `mode` is none, full or selective, which keeps the operations in `keep`
+    too."""
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, (*KEEP, *keep)))
     block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]

@@ -37,20 +37,20 @@ def separate_cache(rank: int) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(base, f"rank{rank}")
 
 
-def compile_stage(stage: nn.Module, scope: str, checkpoint_mode: str) -> None:
+def compile_stage(stage: nn.Module, scope: str, checkpoint_mode: str, keep: tuple[Any, ...] = ()) -> None:
     """Compile the forward of `stage` in place, with activation checkpointing of its blocks; the compiler runs at the
-    first call. `scope` is stage or block, `checkpoint_mode` none, full or selective."""
+    first call. `scope` is stage or block; for `checkpoint_mode` and `keep` see apply_activation_checkpoint."""
     blocks = list(stage.model.layers.values())  # type: ignore[union-attr, attr-defined]
     if scope == "stage":
         for block in blocks:
-            apply_activation_checkpoint(block, checkpoint_mode)
+            apply_activation_checkpoint(block, checkpoint_mode, keep)
         stage.forward = _compiled(stage.forward)  # type: ignore[method-assign]
         return
     for block in blocks:
         if checkpoint_mode == "selective":  # its policy looks at single operations, so it must be inside the graph
-            apply_activation_checkpoint(block, checkpoint_mode)
+            apply_activation_checkpoint(block, checkpoint_mode, keep)
             block.forward = _compiled(block.forward)
         else:  # a whole block is recomputed by running its graph again
             block.forward = _compiled(block.forward)
-            apply_activation_checkpoint(block, checkpoint_mode)
+            apply_activation_checkpoint(block, checkpoint_mode, keep)
     stage.loss = _compiled(stage.loss)  # type: ignore[assignment]

@@ -8,10 +8,13 @@ One block under tp with sequence parallelism, `s` = split over tp along the sequ
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from models.llama import LlamaConfig
+from parallelize.hf import HuggingFace, only, renamed, rope_from, rope_to
 from parallelize.tensor import Replicated, ReplicatedKV, TensorPlan, VocabParallelEmbedding
 
 FIRST_PARTS = ("tok_embeddings",)
@@ -75,3 +78,45 @@ HF_NAMES = {
 }
 """Modules here -> in Hugging Face's LlamaForCausalLM; `*` is a layer's number. The tensors are equal: same shapes, and
 the rotary layout is the same (models/llama.py), so nothing is permuted."""
+
+HF_FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "attention_bias": "attention_bias",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""Fields of the config here -> in config.json; the same for all architectures that have these parts."""
+
+
+def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `LlamaConfig` out of the config.json of a LlamaForCausalLM."""
+    only(config, "hidden_act", "silu")
+    heads = config["num_attention_heads"]
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": config["hidden_size"] // heads,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    }
+    return renamed(config, HF_FIELDS | {"mlp_bias": "mlp_bias"}, defaults) | rope_from(config)
+
+
+def to_hf_config(model: dict[str, Any]) -> dict[str, Any]:
+    """The other way."""
+    config = {theirs: model[ours] for ours, theirs in HF_FIELDS.items()} | rope_to(model)
+    return config | {"mlp_bias": model["mlp_bias"], "hidden_act": "silu"}
+
+
+HF = (HuggingFace("llama", "LlamaForCausalLM", HF_NAMES, from_hf_config, to_hf_config),)

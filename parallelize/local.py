@@ -19,10 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from parallelize.tensor import Replicated, ReplicatedKV, TensorPlan, VocabParallelEmbedding, covered_by
+from parallelize.tensor import (
+    Replicated,
+    ReplicatedKV,
+    ReplicatedOverHeads,
+    TensorPlan,
+    VocabParallelEmbedding,
+    covered_by,
+)
 from parallelize.zero import local_part
 
-KNOWN = (ColwiseParallel, RowwiseParallel, PrepareModuleInput, Replicated, ReplicatedKV, VocabParallelEmbedding)
+KNOWN = (
+    *(ColwiseParallel, RowwiseParallel, PrepareModuleInput),
+    *(Replicated, ReplicatedKV, ReplicatedOverHeads, VocabParallelEmbedding),
+)
 
 
 def is_known(plan: TensorPlan) -> bool:

@@ -1,9 +1,10 @@
 """Finding a model by name, and reading its `[model]` keys off its config dataclass.
 
-An architecture is a plain `nn.Module` class with `config_class`, a frozen stdlib dataclass. Built-in ones are modules
-of `models` that name their class in `ARCHITECTURE`; any other is given by import path, `"package.module:Class"`.
-Presets are the module's `PRESETS`, if it has any. The keys that `[model]` accepts are exactly the dataclass's fields,
-and a docstring under a field is its help text, so a new architecture needs no config code.
+An architecture is a plain `nn.Module` class with `config_class`, a frozen stdlib dataclass, and what REQUIRED lists.
+Built-in ones are modules of `models` that name their class in `ARCHITECTURE`; any other is given by import path,
+`"package.module:Class"`. Presets are the module's `PRESETS`, if it has any. The keys that `[model]` accepts are exactly
+the dataclass's fields, and a docstring under a field is its help text, so a new architecture needs no config code. How
+it is cut is in its tables: titanlike/tables.py.
 """
 
 import ast
@@ -21,11 +22,14 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import Field, create_model
+from pydantic import Field, ValidationError, create_model
 
 from titanlike.config_keys import nearest
 from titanlike.errors import UserError
 from titanlike.section import Section
+
+REQUIRED = ("config_class", "context", "embed", "head", "init_parameter", "tied_parameters")
+"""What a model class has, besides `config` and `layers` (a ModuleDict) once it is made: see models/llama.py."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,12 @@ def resolve(name: str) -> Architecture:
         if model_class is None:
             raise UserError(f"model.architecture {name!r}: the module {module_name!r} has no class {class_name!r}")
     else:
-        import models
-
-        built_in = [info.name for info in pkgutil.iter_modules(models.__path__)]
-        module = importlib.import_module(f"models.{name}") if name in built_in else None
+        module = importlib.import_module(f"models.{name}") if name in built_in() else None
         model_class = getattr(module, "ARCHITECTURE", None)
         if model_class is None:
             raise UserError(
-                f"model.architecture {name!r} is not known: the nearest is {nearest(name, built_in)!r}, and a class of "
-                "your own is given as 'package.module:Class'"
+                f"model.architecture {name!r} is not known: the nearest is {nearest(name, built_in())!r}, and a class "
+                "of your own is given as 'package.module:Class'"
             )
     config_class = getattr(model_class, "config_class", None)
     if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):
@@ -146,6 +147,55 @@ def build(architecture: Architecture, values: Mapping[str, object], vocab_size: 
         return _from_values(architecture.config_class, values)
     except (ValueError, ArithmeticError) as error:
         raise UserError(f"[model]: {error}") from error
+
+
+def from_json(name: str, values: Mapping[str, typing.Any], what: str = "the checkpoint's model") -> typing.Any:
+    """The config dataclass of the architecture `name` out of JSON (dataclasses.asdict of one); `what` is for an error.
+
+    Raises:
+        UserError: the values don't fit the architecture, which may have changed since.
+    """
+    found = resolve(name)
+    try:
+        return build(found, dict(found.section.model_validate(dict(values))), None)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{what} does not fit the architecture {name}: {key}: {first['msg']}") from None
+
+
+def plain_model(name: str, config: typing.Any) -> typing.Any:
+    """The whole model on the meta device.
+
+    Raises:
+        UserError: it is not what a model here has to be.
+    """
+    import torch
+    from torch import nn
+
+    model_class = resolve(name).model_class
+    lacking = [attribute for attribute in REQUIRED if not hasattr(model_class, attribute)]
+    if lacking:
+        raise UserError(
+            f"model.architecture {name!r}: {model_class.__name__} lacks {', '.join(lacking)} (docs/new-architecture.md)"
+        )
+    with torch.device("meta"):
+        model = model_class(config)
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "layers", None), nn.ModuleDict):
+        raise UserError(
+            f"model.architecture {name!r}: {model_class.__name__} must be an nn.Module whose `layers` is an "
+            "nn.ModuleDict (docs/new-architecture.md)"
+        )
+    if getattr(model, "config", None) != config:
+        raise UserError(f"model.architecture {name!r}: {model_class.__name__} must keep its config as `self.config`")
+    return model
+
+
+def built_in() -> list[str]:
+    """The names of the architectures that come with titanlike."""
+    import models
+
+    return [info.name for info in pkgutil.iter_modules(models.__path__)]
 
 
 def _from_values(config_class: type, values: Mapping[str, object]) -> typing.Any:

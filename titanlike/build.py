@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallelize.activation_checkpoint import apply_activation_checkpoint
 from parallelize.compile import compile_stage, separate_cache
 from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stages_of_rank
-from parallelize.tensor import apply_tensor_plan, check_plan
+from parallelize.tensor import apply_tensor_plan
 from parallelize.zero import NamedParameter, Zero, local_part
 from titanlike.config import Config, OptimizerConfig
 from titanlike.loss import cross_entropy_sum
 from titanlike.mesh import Mesh
+from titanlike.tables import Tables, tables_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -98,13 +98,6 @@ class Built:
     dtype: torch.dtype
 
 
-def plan_module(architecture: str) -> Any:
-    """The module of `parallelize` with the tables of an architecture; for an import path, the module it lies in."""
-    return importlib.import_module(
-        f"parallelize.{architecture}" if ":" not in architecture else architecture.split(":")[0]
-    )
-
-
 @dataclasses.dataclass
 class Cut:
     """A plain model cut for a mesh: this rank's stages, still on meta."""
@@ -119,7 +112,7 @@ class Cut:
 
 def cut(
     plain: Any,
-    tables: Any,
+    tables: Tables,
     mesh: Mesh,
     *,
     seq_len: int,
@@ -134,8 +127,12 @@ def cut(
     """
     # Pipeline stages.
     num_stages = mesh.pp * per_rank
-    first_cost, layer_costs, last_cost = tables.stage_costs(plain.config, seq_len)
-    split = split or split_layers(layer_costs, first_cost, last_cost, num_stages)
+    first_parts, last_parts = tables.parts(plain) if num_stages > 1 else ((), ())
+    if split is None:
+        split = [len(plain.layers)]
+        if num_stages > 1:
+            first_cost, layer_costs, last_cost = tables.stage_costs(plain, seq_len)
+            split = split_layers(layer_costs, first_cost, last_cost, num_stages)
     indices = stages_of_rank(mesh.coordinate("pp"), mesh.pp, per_rank, v_shaped)
     stage_ranks = [0] * num_stages
     for pp_rank in range(mesh.pp):
@@ -147,11 +144,10 @@ def cut(
     stream, plan = None, {}
     if tp_mesh is not None:
         stream = Shard(1) if sequence_parallel else Replicate()
-        plan = tables.tensor_plan(plain.config, mesh.tp, sequence_parallel)
-        check_plan(plain, plan)
+        plan = tables.tensor_plan(plain, mesh.tp, sequence_parallel)
     stages = []
     for index in indices:
-        model: Any = cut_stage(plain, split, index, tables.FIRST_PARTS, tables.LAST_PARTS)
+        model: Any = cut_stage(plain, split, index, first_parts, last_parts)
         if tp_mesh is not None:
             apply_tensor_plan(model, tp_mesh, plan)
         first, last = index == 0, index == num_stages - 1
@@ -167,7 +163,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     model_config = config.model_config_for(vocab_size)
     with torch.device("meta"):
         plain = config.architecture.model_class(model_config).to(dtype)
-    tables = plan_module(config.model.architecture)
+    tables = tables_of(config.model.architecture)
 
     per_rank, v_shaped = (config.stages_per_rank, SCHEDULES[config.pipeline.schedule][2]) if mesh.pp > 1 else (1, False)
     parts = cut(
@@ -188,10 +184,10 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         if prepare is not None:
             prepare(stage)
         if config.compile.enable:
-            compile_stage(stage, config.compile.scope, config.activation_checkpoint.mode)
+            compile_stage(stage, config.compile.scope, config.activation_checkpoint.mode, tables.recompute_keeps)
         else:
             for block in stage.model.layers.values():
-                apply_activation_checkpoint(block, config.activation_checkpoint.mode)
+                apply_activation_checkpoint(block, config.activation_checkpoint.mode, tables.recompute_keeps)
 
     # Weights.
     tied = plain.tied_parameters

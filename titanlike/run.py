@@ -43,6 +43,7 @@ from titanlike.recovery import end_run, roll_back, tell_bad_step
 from titanlike.run_folder import run_folder
 from titanlike.sample import sample
 from titanlike.startup import tables, throughput
+from titanlike.tables import check_architecture
 from titanlike.trainer import StepResult, Trainer
 
 SAMPLE_TOKENS = 200
@@ -63,7 +64,7 @@ def train(config: Config) -> None:
     with run_folder(config.run_dir, rank):
         hooks = Hooks(config)
         data = open_data(config, rank // config.mesh.tp % dp, dp)
-        config.model_config_for(data.tokenizer.vocab_size)  # its errors belong before the process group too
+        check_architecture(config, data.tokenizer.vocab_size)  # its errors belong before the process group too
         times.done("data")
         device = pick_device(config.run.device)
 
@@ -361,7 +362,7 @@ class Run:
     def start_from_weights(self, path: str) -> None:
         """Take the weights alone of a checkpoint or a Hugging Face folder; step, data and optimizer start anew."""
         model = dataclasses.asdict(self.trainer.built.plain.config)
-        for line in self.checkpointer.load_weights(path, self.tensors(), model):
+        for line in self.checkpointer.load_weights(path, self.tensors(), self.config.model.architecture, model):
             self.metrics.message(line)
         self.trainer.zero.gather()
 

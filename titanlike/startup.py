@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from titanlike.metrics.flops import (
 )
 from titanlike.metrics.tables import BatchFacts, MemoryFacts, ModelFacts, PipelineFacts, startup_tables
 from titanlike.metrics.throughput import Throughput
+from titanlike.tables import tables_of
 from titanlike.trainer import Trainer
 
 
@@ -40,7 +42,9 @@ def config_shape(trainer: Trainer) -> Any:
     """The sizes that the FLOP formulas need, of the whole plain model. One without heads has no attention to count."""
     model = trainer.built.plain
     layers, heads, head_dim = (getattr(model.config, name, 0) for name in ("n_layers", "n_heads", "head_dim"))
-    return model_shape(model, layers, heads, head_dim)
+    shape = model_shape(model, layers, heads, head_dim)
+    own = tables_of(trainer.config.model.architecture).get("flop_shape")
+    return shape if own is None else dataclasses.replace(shape, **own(model))
 
 
 def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:

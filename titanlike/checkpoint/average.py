@@ -68,7 +68,7 @@ def average(paths: Sequence[str | Path], out: str | Path, ema: float | None = No
 
     *_, last = opened
     averaged = [{"folder": str(o[0]), "step": o[1].step, "share": share} for o, share in zip(opened, parts)]
-    kept = {key: last[3][key] for key in ("model", "tokenizer", "config") if key in last[3]}
+    kept = {key: last[3][key] for key in ("architecture", "model", "tokenizer", "config") if key in last[3]}
     try:
         write_weights_only(Path(out), specs, pieces, {**kept, "averaged": averaged}, step=last[1].step)
     finally:

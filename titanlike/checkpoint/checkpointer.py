@@ -258,16 +258,16 @@ class Checkpointer:
         self.saved_step = step
         return Loaded(step, meta, where, f"resumed from {where}: step {step}, digest {digest} verified")
 
-    def load_weights(self, path: str, tensors: dict[str, Shard], model: dict[str, Any]) -> list[str]:
+    def load_weights(self, path: str, tensors: dict[str, Shard], architecture: str, model: dict[str, Any]) -> list[str]:
         """Fill the shards of the weights (`model.*`) from `path`, for `init_from`; leave the optimizer's as they are.
 
         `path`: a titanlike checkpoint, a run folder (its newest good one), or a Hugging Face folder of safetensors.
-        `model` is the run's model config as a dict, `dataclasses.asdict(LlamaConfig(...))`. Every rank reads only its
-        own slices; dtypes are converted. Returns lines for the user. Raises UserError on all ranks.
+        `model` is the config of the run's model, of `architecture`, as a dict (dataclasses.asdict). Every rank reads
+        only its own slices; dtypes are converted. Returns lines for the user. Raises UserError on all ranks.
         """
         from titanlike.checkpoint.weights import load_weights
 
-        return load_weights(path, tensors, model, self.group)
+        return load_weights(path, tensors, architecture, model, self.group)
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint that is whole by its manifest and file sizes. Looks only; no collective."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from titanlike.checkpoint import files
-from titanlike.checkpoint.hf_config import hf_name, to_hf_config
+from titanlike.checkpoint.hf_config import form_for, hf_parts, to_hf_config
 from titanlike.checkpoint.manifest import CheckpointError, to_json
 from titanlike.checkpoint.reader import TensorIndex
 from titanlike.checkpoint.tensorfile import BadTensorFile, Entry, TensorFile, as_bytes, make_header
@@ -27,6 +27,9 @@ INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000  # what the Hugging Face libraries also take
 _PIECE_BYTES = 64 << 20  # of a tensor, held at once
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
+
+Tensors = dict[str, tuple[str, int | None, tuple[int, ...]]]
+"""Their name -> (our name, the row of our tensor that it is, or None for all of it, its shape)"""
 
 
 class HfFolder:
@@ -76,6 +79,24 @@ class HfFolder:
         except (BadTensorFile, OSError) as error:
             raise UserError(f"{self.folder / self._file_of[name]} can not be read: {error}") from error
 
+    def check_parts(self, name: str, parts: list[tuple[str, int | None]], shape: tuple[int, ...], wanted: str) -> None:
+        """Raise UserError unless the tensors that make up our parameter `name` (HuggingFace.parts) are here, with the
+        shapes that they need; `wanted` says who asks for a shape."""
+        for key, row in parts:
+            entry, theirs = self.entry(key), shape if row is None else shape[1:]
+            if entry is None:
+                raise UserError(f"{self.folder} has no tensor {key!r}, which {name} is read from")
+            if entry.shape != theirs:
+                raise UserError(f"{key} has shape {entry.shape} in {self.folder}, but {wanted.format(theirs)}")
+
+    def read_parts(self, parts: list[tuple[str, int | None]], offset: tuple[int, ...], target: torch.Tensor) -> None:
+        """Fill `target` with the box at `offset` of the parameter that the parts make up."""
+        for key, row in parts:
+            if row is None:
+                self.read_box(key, offset, target)
+            elif offset[0] <= row < offset[0] + target.shape[0]:
+                self.read_box(key, offset[1:], target[row - offset[0]])
+
     def _file(self, name: str) -> TensorFile:
         if name not in self._open:
             try:
@@ -114,6 +135,7 @@ def is_hf_folder(folder: Path) -> bool:
 
 def export_hf(
     index: TensorIndex,
+    architecture: str,
     model: dict[str, Any],
     out: Path,
     dtype: torch.dtype,
@@ -122,22 +144,28 @@ def export_hf(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder `out`, which must not exist, in `dtype`.
 
-    `model` is our model config. It appears under its name when it is complete. Raises UserError.
+    `model` is the architecture's config. It appears under its name when it is complete. Raises UserError.
     """
     if out.exists():
         raise UserError(f"{out} exists already: give a new name")
     names = sorted(name for name in index.tensors if name.startswith("model."))
     if not names:
         raise CheckpointError(f"{index.folder} holds no weights")
-    theirs = {name: hf_name(name.removeprefix("model.")) for name in names}
-    groups: list[list[str]] = []
-    room = 0
+    form = form_for(architecture, model)
+    config = to_hf_config(form, model, str(dtype).removeprefix("torch."), end_id)
+    tensors: Tensors = {}
     for name in names:
-        size = math.prod(index.tensors[name]["shape"]) * dtype.itemsize
+        shape = tuple(index.tensors[name]["shape"])
+        for key, row in hf_parts(form, name.removeprefix("model."), shape):
+            tensors[key] = (name, row, shape if row is None else shape[1:])
+    groups: list[Tensors] = []
+    room = 0
+    for key, part in tensors.items():
+        size = math.prod(part[2]) * dtype.itemsize
         if not groups or size > room:
-            groups.append([])
+            groups.append({})
             room = MAX_FILE_BYTES
-        groups[-1].append(name)
+        groups[-1][key] = part
         room -= size
     temporary = out.parent / f".tmp-{out.name}"
     if temporary.exists():
@@ -148,15 +176,14 @@ def export_hf(
         for number, group in enumerate(groups, start=1):
             many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             file = SINGLE if len(groups) == 1 else many
-            files.write_file(temporary / file, _stream(index, {name: theirs[name] for name in group}, dtype))
-            weight_map |= {theirs[name]: file for name in group}
+            files.write_file(temporary / file, _stream(index, group, dtype))
+            weight_map |= dict.fromkeys(group, file)
         if len(groups) > 1:
-            total = sum(math.prod(index.tensors[name]["shape"]) for name in names) * dtype.itemsize
+            total = sum(math.prod(shape) for _, _, shape in tensors.values()) * dtype.itemsize
             files.write_file(
                 temporary / INDEX,
                 [to_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})],
             )
-        config = to_hf_config(model, str(dtype).removeprefix("torch."), end_id)
         files.write_file(temporary / "config.json", [to_json(config)])
         for name, data in (extra_files or {}).items():
             files.write_file(temporary / name, [data])
@@ -168,27 +195,29 @@ def export_hf(
         raise UserError(f"{out} could not be written: {error.strerror or error}: {error.filename}") from error
 
 
-def _stream(index: TensorIndex, names: dict[str, str], dtype: torch.dtype) -> Iterator[bytes | memoryview]:
+def _stream(index: TensorIndex, tensors: Tensors, dtype: torch.dtype) -> Iterator[bytes | memoryview]:
     """The bytes of one file: header, then tensor after tensor, a piece at a time."""
-    yield make_header(
-        {new: (dtype, tuple(index.tensors[old]["shape"])) for old, new in names.items()}, {"format": "pt"}
-    )
-    for old in names:
-        for piece in tensor_pieces(index, old, dtype):
+    yield make_header({key: (dtype, shape) for key, (_, _, shape) in tensors.items()}, {"format": "pt"})
+    for name, row, _ in tensors.values():
+        for piece in tensor_pieces(index, name, dtype, row):
             yield as_bytes(piece)
 
 
-def tensor_pieces(index: TensorIndex, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """A tensor of a checkpoint as rows of bounded size, first to last, converted to `dtype`."""
+def tensor_pieces(index: TensorIndex, name: str, dtype: torch.dtype, row: int | None = None) -> Iterator[torch.Tensor]:
+    """A tensor of a checkpoint, or one row of it, in pieces of bounded size along its first dim, first to last,
+    converted to `dtype`."""
     shape = tuple(index.tensors[name]["shape"])
+    before: tuple[int, ...] = ()
+    if row is not None:
+        before, shape = (row,), shape[1:]
     if not shape:
-        scalar = torch.empty((), dtype=dtype)
-        index.read_box(name, (), scalar)
-        yield scalar
+        scalar = torch.empty((1,) * len(before), dtype=dtype)
+        index.read_box(name, before, scalar)
+        yield scalar.reshape(())
         return
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     rows = max(1, _PIECE_BYTES // row_bytes)
     for start in range(0, shape[0], rows):
         piece = torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype)
-        index.read_box(name, (start,) + (0,) * (len(shape) - 1), piece)
+        index.read_box(name, (*before, start) + (0,) * (len(shape) - 1), piece[(None,) * len(before)])
         yield piece

@@ -1,47 +1,62 @@
-"""Hugging Face's names and config of a Llama, to and from ours. What can't be said in the other one is refused by
-name."""
+"""Hugging Face's names and config.json of a model, to and from ours, by the tables of the architectures
+(parallelize/hf.py). What can't be said in the other one is refused by name."""
 
 from __future__ import annotations
 
-import re
+import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlike.errors import UserError
 
-# Our config field -> theirs. rope_* and the fields that have no counterpart here are treated below.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "attention_bias": "attention_bias",
-    "mlp_bias": "mlp_bias",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+if TYPE_CHECKING:
+    from parallelize.hf import HuggingFace
+
+FREE = ("max_seq_len", "init_std")
+"""fields of a config that trained weights do not depend on"""
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of one of our parameters: `layers.3.attention.wq.weight` -> `model.layers.3.self_attn...`.
+class HfModel(NamedTuple):
+    """What a config.json describes."""
 
-    Raises UserError for a parameter that a Llama doesn't have.
-    """
-    from parallelize.llama import HF_NAMES
+    architecture: str
+    form: HuggingFace
+    model: dict[str, Any]
+    """the fields of the architecture's config dataclass"""
 
-    module, _, kind = name.rpartition(".")
-    number = re.search(r"\.(\d+)\.", module)
-    pattern = module.replace(f".{number[1]}.", ".*.", 1) if number else module
-    if pattern not in HF_NAMES:
-        raise UserError(f"{name} is not a parameter of a Llama: only Llama models have a Hugging Face form")
-    theirs = HF_NAMES[pattern].replace("*", number[1] if number else "")
-    return f"{theirs}.{kind}"
+
+def forms_of(architecture: str) -> tuple[HuggingFace, ...]:
+    """The forms that an architecture has in Hugging Face folders; none is a UserError."""
+    from titanlike.tables import tables_of
+
+    tables = tables_of(architecture)
+    if not tables.hf:
+        raise UserError(f"the architecture {architecture} has no Hugging Face form: {tables.name} has no table HF")
+    return tables.hf
+
+
+@functools.cache
+def known_forms() -> dict[str, tuple[str, HuggingFace]]:
+    """model_type -> (architecture, form) of the architectures that come with titanlike."""
+    from titanlike.architectures import built_in
+    from titanlike.tables import tables_of
+
+    return {form.model_type: (name, form) for name in built_in() for form in tables_of(name).hf}
+
+
+def architecture_of(state: dict[str, Any]) -> str:
+    """The architecture that a checkpoint's state.json names: that of its run, or of weights alone. Old ones of those
+    name none and are Llamas."""
+    model = (state.get("config") or {}).get("model") or state
+    return str(model.get("architecture", "llama"))
+
+
+def hf_parts(form: HuggingFace, name: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
+    """See HuggingFace.parts. Raises UserError for a parameter that the form doesn't have."""
+    try:
+        return form.parts(name, shape)
+    except KeyError:
+        raise UserError(f"{name} has no name in a {form.class_name}, so it can't go to Hugging Face or back") from None
 
 
 def is_buffer(name: str) -> bool:
@@ -49,79 +64,65 @@ def is_buffer(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def to_hf_config(model: dict[str, Any], dtype: str, end_id: int | None) -> dict[str, Any]:
-    """The config.json of `LlamaForCausalLM` for our model config. `end_id`: the token that ends a text."""
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    config |= {theirs: model[ours] for ours, theirs in _FIELDS.items()}
-    config["rope_theta"] = model["rope_theta"]
-    scaling = model["rope_scaling"]
-    config["rope_scaling"] = None if scaling is None else {"rope_type": "llama3", **scaling}
+def form_for(architecture: str, model: dict[str, Any]) -> HuggingFace:
+    """The form that a model has in Hugging Face folders. Raises UserError if there is none."""
+    refused = []
+    for form in forms_of(architecture):
+        try:
+            form.to_config(model)
+            return form
+        except ValueError as error:
+            refused.append(f"a {form.class_name} {error}")
+    raise UserError(f"this model has no Hugging Face form: {'; '.join(refused)}")
+
+
+def to_hf_config(form: HuggingFace, model: dict[str, Any], dtype: str, end_id: int | None) -> dict[str, Any]:
+    """The config.json for our model config. `end_id`: the token that ends a text."""
+    config = {"architectures": [form.class_name], "model_type": form.model_type, **form.to_config(model)}
     # We begin a text where the one before it ended, so the same token does both.
-    config |= {"bos_token_id": end_id, "eos_token_id": end_id, "torch_dtype": dtype, "use_cache": True}
-    return config
+    return config | {"bos_token_id": end_id, "eos_token_id": end_id, "torch_dtype": dtype, "use_cache": True}
 
 
-def from_hf_config(config: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Our model config for a Hugging Face config.json, as the fields of `LlamaConfig`. `source` is for messages.
+def from_hf_config(config: dict[str, Any], source: Path, architecture: str | None = None) -> HfModel:
+    """The model that a Hugging Face config.json describes; `source` is for messages. `architecture` is the one that it
+    is wanted for; else one that comes with titanlike.
 
-    Raises UserError for a model that is not a Llama as we build it.
+    Raises UserError for a model that we can't build.
     """
     kind = config.get("model_type")
-    if kind != "llama":
-        raise UserError(f"{source} describes a {kind!r} model; only 'llama' can be read")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{source} has hidden_act = {config['hidden_act']!r}; only 'silu' can be read")
+    known = known_forms()
+    if architecture is not None:
+        known = {form.model_type: (architecture, form) for form in forms_of(architecture)}
+    if kind not in known:
+        names = " or ".join(map(repr, known))
+        wanted = f", for model.architecture = {architecture!r}" if architecture is not None else ""
+        raise UserError(f"{source} describes a {kind!r} model; only {names} can be read{wanted}")
+    name, form = known[kind]
     try:
-        heads, width = config["num_attention_heads"], config["hidden_size"]
-        defaults = {
-            "num_key_value_heads": heads,
-            "head_dim": width // heads,
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.02,
-        }
-        given = defaults | {key: value for key, value in config.items() if value is not None}
-        model = {ours: given[theirs] for ours, theirs in _FIELDS.items()}
-        # One table since transformers 5, two keys before.
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        model["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        if rope_type not in ("default", "llama3"):
-            raise UserError(
-                f"{source} has rotary embeddings of type {rope_type!r}; only 'default' and 'llama3' can be read"
-            )
-        model["rope_scaling"] = {key: rope[key] for key in _LLAMA3_ROPE} if rope_type == "llama3" else None
+        return HfModel(name, form, form.from_config(config))
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{source} lacks what a Llama needs: {error!r}") from error
-    return model
+        raise UserError(f"{source} lacks what a {form.class_name} needs: {error!r}") from error
+    except ValueError as error:
+        raise UserError(f"{source} {error}") from error
 
 
 def compare_models(have: dict[str, Any], wanted: dict[str, Any], source: Any) -> list[str]:
     """What differs between the model of `source` and the run's. Returns sentences about differences that weights
-    survive.
+    survive: numbers that are no counts (rope_theta, norm_eps), and tables.
 
-    Raises UserError, naming the key, for one that they don't: the shape of the model.
+    Raises UserError, naming the key, for one that they don't: the shape of the model, and what is switched in it.
     """
-    for key in (
-        "vocab_size",
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "head_dim",
-        "ffn_dim",
-        "attention_bias",
-        "mlp_bias",
-    ):
-        if key in have and have[key] != wanted[key]:
-            raise UserError(f"model.{key} is {wanted[key]} in this run, but {source} has {have[key]}")
-    if wanted["tie_embeddings"] and not have.get("tie_embeddings", True):
-        raise UserError(f"model.tie_embeddings is true in this run, but {source} has an output projection of its own")
     notes = []
-    for key in ("norm_eps", "rope_theta", "rope_scaling"):
-        if key in have and have[key] != wanted[key]:
-            notes.append(f"model.{key} is {wanted[key]} in this run, and was {have[key]} in {source}")
+    for key, value in wanted.items():
+        if key not in have or have[key] == value or key in FREE:
+            continue
+        if key == "tie_embeddings":
+            if value:
+                raise UserError(
+                    f"model.tie_embeddings is true in this run, but {source} has an output projection of its own"
+                )
+        elif isinstance(value, int | str) or isinstance(have[key], int | str):
+            raise UserError(f"model.{key} is {value} in this run, but {source} has {have[key]}")
+        else:
+            notes.append(f"model.{key} is {value} in this run, and was {have[key]} in {source}")
     return notes

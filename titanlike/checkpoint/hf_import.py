@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from titanlike import architectures
 from titanlike.checkpoint.hf import HfFolder
-from titanlike.checkpoint.hf_config import from_hf_config, hf_name, is_buffer
+from titanlike.checkpoint.hf_config import HfModel, from_hf_config, hf_parts, is_buffer
 from titanlike.checkpoint.weights_only import write_weights_only
 from titanlike.errors import UserError
 
@@ -23,51 +24,58 @@ def import_hf(path: str | Path, out: str | Path) -> list[str]:
     if out.exists():
         raise UserError(f"{out} exists already: give a new name")
     with HfFolder(Path(path)) as source:
-        model = from_hf_config(source.config, source.folder / "config.json")
-        names = _our_names(source, model)
-        entries = {f"model.{name}": source.entry(key) for name, key in names.items()}
-        specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items() if entry is not None}
+        found = from_hf_config(source.config, source.folder / "config.json")
+        tensors = _tensors(source, found)
+        specs = {}
+        for name, (parts, shape) in tensors.items():
+            entry = source.entry(parts[0][0])
+            assert entry is not None  # _tensors has seen it
+            specs[f"model.{name}"] = (entry.dtype, shape)
 
         def pieces(name: str) -> Iterator[torch.Tensor]:
-            (dtype, shape), key = specs[name], names[name.removeprefix("model.")]
-            rows = max(1, _PIECE_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
-            for start in range(0, shape[0], rows):
-                piece = torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype)
-                source.read_box(key, (start,) + (0,) * (len(shape) - 1), piece)
-                yield piece
+            parts, shape = tensors[name.removeprefix("model.")]
+            dtype = specs[name][0]
+            for key, row in parts:
+                if row is not None:  # of a stack: a tensor of theirs is a row of ours
+                    piece = torch.empty(shape[1:], dtype=dtype)
+                    source.read_box(key, (0,) * piece.dim(), piece)
+                    yield piece[None]
+                    continue
+                rows = max(1, _PIECE_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+                for start in range(0, shape[0], rows):
+                    piece = torch.empty((min(rows, shape[0] - start), *shape[1:]), dtype=dtype)
+                    source.read_box(key, (start,) + (0,) * (len(shape) - 1), piece)
+                    yield piece
 
-        write_weights_only(out, specs, pieces, {"model": model})
-    lines = [f"{path} -> {out}: {len(names)} tensors; start from it with --checkpoint.init_from {out}", "[model]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in model.items() if value is not None]
+        state = {"architecture": found.architecture, "model": found.model}
+        write_weights_only(out, specs, pieces, state)
+    lines = [f"{path} -> {out}: {len(tensors)} tensors; start from it with --checkpoint.init_from {out}", "[model]"]
+    lines += [f'architecture = "{found.architecture}"']
+    lines += [f"{key} = {_toml(value)}" for key, value in found.model.items() if value is not None]
     return lines
 
 
-def _our_names(source: HfFolder, model: dict[str, Any]) -> dict[str, str]:
-    """Our parameter -> the folder's tensor. Every parameter of the model must be there, and nothing else."""
-    from models.llama import Llama, LlamaConfig, RopeScaling
+Parts = list[tuple[str, int | None]]
 
-    scaling = RopeScaling(**model["rope_scaling"]) if model["rope_scaling"] else None
-    try:
-        fields: dict[str, Any] = model | {"rope_scaling": scaling}
-        config = LlamaConfig(**fields)
-    except ValueError as error:
-        raise UserError(f"{source.folder / 'config.json'}: {error}") from error
-    with torch.device("meta"):
-        shapes = {name: tuple(value.shape) for name, value in Llama(config).named_parameters()}
-    names = {}
-    for name, shape in shapes.items():
-        key = hf_name(name)
-        entry = source.entry(key)
-        if entry is None:
-            raise UserError(f"{source.folder} has no tensor {key!r}, which {name} is read from")
-        if entry.shape != shape:
-            raise UserError(f"{key} has shape {entry.shape} in {source.folder}, but its config.json asks for {shape}")
-        names[name] = key
-    tied = {hf_name("output.weight")} if config.tie_embeddings else set()
-    left = [key for key in source.names if key not in {*names.values(), *tied} and not is_buffer(key)]
+
+def _tensors(source: HfFolder, found: HfModel) -> dict[str, tuple[Parts, tuple[int, ...]]]:
+    """Our parameter -> (the folder's tensors that make it up, its shape). Every parameter of the model must be there,
+    and nothing else."""
+    where = source.folder / "config.json"
+    config = architectures.from_json(found.architecture, found.model, str(where))
+    plain = architectures.plain_model(found.architecture, config)
+    tensors: dict[str, tuple[Parts, tuple[int, ...]]] = {}
+    for name, value in plain.named_parameters():
+        shape = tuple(value.shape)
+        tensors[name] = (hf_parts(found.form, name, shape), shape)
+        source.check_parts(name, *tensors[name], "its config.json asks for {}")
+    known = {key for parts, _ in tensors.values() for key, _ in parts}
+    for tied, name in plain.tied_parameters.items():
+        known.update(key for key, _ in hf_parts(found.form, tied, tensors[name][1]))
+    left = [key for key in source.names if key not in known and not is_buffer(key)]
     if left:
-        raise UserError(f"{source.folder} holds {left[0]!r}, which a Llama has no place for")
-    return names
+        raise UserError(f"{source.folder} holds {left[0]!r}, which a {found.form.class_name} has no place for")
+    return tensors
 
 
 def _toml(value: Any) -> str:

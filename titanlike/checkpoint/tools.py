@@ -14,6 +14,7 @@ import torch
 from titanlike.checkpoint import folder, manifest
 from titanlike.checkpoint.digest import add, box_digest, digest_text
 from titanlike.checkpoint.hf import export_hf, tensor_pieces
+from titanlike.checkpoint.hf_config import architecture_of
 from titanlike.checkpoint.hf_tokenizer import tokenizer_files
 from titanlike.checkpoint.manifest import CheckpointError, Manifest
 from titanlike.checkpoint.reader import TensorIndex
@@ -138,7 +139,7 @@ def export(path: str | Path, out: str | Path, dtype: str) -> list[str]:
     for name in found.files:
         manifest.verify_file(where, found, name)
     try:
-        export_hf(index, model, Path(out), EXPORT_DTYPES[dtype], end_id, extra)
+        export_hf(index, architecture_of(state), model, Path(out), EXPORT_DTYPES[dtype], end_id, extra)
     finally:
         index.close()
     return [f"{where} (step {found.step}), checksums verified -> {out}, {dtype}", said]

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titanlike import architectures
 from titanlike.checkpoint.folder import find_checkpoints
 from titanlike.checkpoint.hf import HfFolder, is_hf_folder
-from titanlike.checkpoint.hf_config import compare_models, from_hf_config, hf_name, is_buffer
+from titanlike.checkpoint.hf_config import compare_models, from_hf_config, hf_parts, is_buffer
 from titanlike.checkpoint.loading import Group, from_rank_0, load_folder, together
 from titanlike.checkpoint.manifest import COMMIT, STATE, CheckpointError, read_listed_json, read_manifest
 from titanlike.checkpoint.shard import Shard
@@ -42,16 +43,19 @@ def find_folder(path: str | Path) -> Path:
     )
 
 
-def load_weights(path: str, tensors: dict[str, Shard], model: dict[str, Any], group: Group) -> list[str]:
+def load_weights(
+    path: str, tensors: dict[str, Shard], architecture: str, model: dict[str, Any], group: Group
+) -> list[str]:
     """Fill the shards called `model.*` from `path` (see `[checkpoint] init_from`), converting dtypes; leave the others.
 
-    `model` is the run's model config as a dict. Every rank reads only its own slices. Returns lines for the user. All
-    ranks together; raises UserError on all: no such folder, another shape of model, pickle.
+    `model` is the config of the run's model, of `architecture`, as a dict. Every rank reads only its own slices.
+    Returns lines for the user. All ranks together; raises UserError on all: no such folder, another shape of model,
+    pickle.
     """
     weights = {name: shard for name, shard in tensors.items() if name.startswith("model.")}
     folder = from_rank_0(lambda: None if is_hf_folder(Path(path)) else find_folder(path), group)
     if folder is None:
-        return _from_hf(Path(path), weights, model, group)
+        return _from_hf(Path(path), weights, architecture, model, group)
     manifest = from_rank_0(lambda: read_manifest(folder), group)
     state = together(lambda: read_listed_json(folder, manifest, STATE), group)
     notes = together(lambda: compare_models(state.get("model") or {}, model, folder), group)
@@ -59,41 +63,54 @@ def load_weights(path: str, tensors: dict[str, Shard], model: dict[str, Any], gr
     return [f"weights from {folder} (step {manifest.step}), checksums verified; fresh optimizer", *notes]
 
 
-def _from_hf(folder: Path, weights: dict[str, Shard], model: dict[str, Any], group: Group) -> list[str]:
+Parts = list[tuple[str, int | None]]
+"""The tensors of a Hugging Face folder that make up a parameter: HuggingFace.parts"""
+
+
+def _from_hf(
+    folder: Path, weights: dict[str, Shard], architecture: str, model: dict[str, Any], group: Group
+) -> list[str]:
     source = together(lambda: HfFolder(folder), group)
     with source:
-        keys, notes = together(lambda: _match(source, weights, model), group)
-        everyone: list[Any] = [set(keys.values())]
+        keys, known, notes = together(lambda: _match(source, weights, architecture, model), group)
+        everyone: list[Any] = [known]
         if group is not None:
             everyone = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everyone, set(keys.values()), group=group)
-        known = set().union(*everyone) | ({"lm_head.weight"} if model["tie_embeddings"] else set())
-        left = [name for name in source.names if name not in known and not is_buffer(name)]
+            dist.all_gather_object(everyone, known, group=group)
+        left = [name for name in source.names if name not in set().union(*everyone) and not is_buffer(name)]
         if left:  # another model, or a name that we don't know: say so rather than drop it
             raise UserError(f"{folder} holds {left[0]!r}, which this run's model has no place for")
 
         def read() -> None:
             for name, shard in weights.items():
-                source.read_box(keys[name], shard.offset, shard.tensor)
+                source.read_parts(keys[name], shard.offset, shard.tensor)
 
         together(read, group)
     return [f"weights from {folder} (Hugging Face); fresh optimizer", *notes]
 
 
-def _match(source: HfFolder, weights: dict[str, Shard], model: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Our name -> the folder's tensor, for this rank's shards, and notes for the user. Raises UserError."""
-    theirs = from_hf_config(source.config, source.folder / "config.json")
-    notes = compare_models(theirs, model, source.folder)
-    keys: dict[str, str] = {}
-    for name, shard in weights.items():
-        key = hf_name(name.removeprefix("model."))
-        if key == "lm_head.weight" and source.entry(key) is None and theirs["tie_embeddings"]:
-            key = hf_name("tok_embeddings.weight")
-            notes.append(f"output.weight starts as a copy of the embedding: {source.folder} ties the two")
-        entry = source.entry(key)
-        if entry is None:
-            raise UserError(f"{source.folder} has no tensor {key!r}, which {name.removeprefix('model.')} is read from")
-        if entry.shape != tuple(shard.global_shape):
-            raise UserError(f"{key} has shape {entry.shape} in {source.folder}, but {shard.global_shape} in this run")
-        keys[name] = key
-    return keys, notes
+def _match(
+    source: HfFolder, weights: dict[str, Shard], architecture: str, model: dict[str, Any]
+) -> tuple[dict[str, Parts], set[str], list[str]]:
+    """Our name -> the folder's tensors, for this rank's shards; the tensors that have a place here; notes for the user.
+    Raises UserError."""
+    found = from_hf_config(source.config, source.folder / "config.json", architecture)
+    notes = compare_models(found.model, model, source.folder)
+    theirs, ours = (
+        architectures.plain_model(architecture, architectures.from_json(architecture, values, what)).tied_parameters
+        for values, what in ((found.model, f"the model of {source.folder}"), (model, "the run's model"))
+    )
+    keys: dict[str, Parts] = {}
+    known: set[str] = set()
+    for full_name, shard in weights.items():
+        name, shape = full_name.removeprefix("model."), tuple(shard.global_shape)
+        parts = hf_parts(found.form, name, shape)
+        if name in theirs and source.entry(parts[0][0]) is None:
+            parts = hf_parts(found.form, theirs[name], shape)
+            notes.append(f"{name} starts as a copy of {theirs[name]}: {source.folder} ties the two")
+        source.check_parts(name, parts, shape, "{} in this run")
+        keys[full_name] = parts
+        known.update(key for key, _ in parts)
+        for second in (second for second, first in ours.items() if first == name):
+            known.update(key for key, _ in hf_parts(found.form, second, shape))
+    return keys, known, notes

@@ -19,13 +19,14 @@ from parallelize.local import is_known, make_local
 from parallelize.pipeline import Stage, cut_stage, run_forward
 from parallelize.zero import NamedParameter, local_part
 from titanlike import architectures
-from titanlike.build import cut, materialise, plan_module
+from titanlike.build import cut, materialise
 from titanlike.checkpoint import Shard
 from titanlike.errors import UserError
 from titanlike.generate.cache import AttentionCache
 from titanlike.generate.packed import PackedLinears
 from titanlike.loss import IGNORE
 from titanlike.mesh import Mesh
+from titanlike.tables import tables_of
 
 if TYPE_CHECKING:
     from titanlike.trainer import Trainer
@@ -48,7 +49,7 @@ class InferenceModel:
         check_mesh(config, mesh.pp, mesh.tp)
         with torch.device("meta"):
             self.plain = architectures.resolve(architecture).model_class(config).to(dtype)
-        tables = plan_module(architecture)
+        tables = tables_of(architecture)
         parts = cut(
             self.plain,
             tables,
@@ -111,10 +112,10 @@ class InferenceModel:
         knows: less work for each operation. To be called when the weights are there; they stay where they are."""
         if self.stage.tp_mesh is None:
             return
-        plan = self.tables.tensor_plan(self.config, self.mesh.tp, False)
+        plan = self.tables.tensor_plan(self.plain, self.mesh.tp, False)
         if not is_known(plan):
             return
-        first_parts, last_parts = self.tables.FIRST_PARTS, self.tables.LAST_PARTS
+        first_parts, last_parts = self.tables.parts(self.plain)
         model = cut_stage(self.plain, self.layers_per_stage, self.mesh.coordinate("pp"), first_parts, last_parts)
         make_local(model, self.stage.model, plan, self.mesh.group("tp"), last_parts)
         first, last = self.stage.first, self.stage.last

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titanlike import architectures
 from titanlike.checkpoint import CheckpointError, Shard
 from titanlike.checkpoint.hf import HfFolder, is_hf_folder
-from titanlike.checkpoint.hf_config import from_hf_config
+from titanlike.checkpoint.hf_config import architecture_of, from_hf_config
 from titanlike.checkpoint.loading import from_rank_0, load_folder
 from titanlike.checkpoint.manifest import STATE, read_listed_json, read_manifest
 from titanlike.checkpoint.weights import find_folder, load_weights
@@ -93,7 +93,7 @@ def _open_checkpoint(folder: Path) -> Source:
     try:
         shape, config = meta["model"], meta.get("config")
         # A checkpoint of weights alone, made from a Hugging Face folder, has no run behind it.
-        architecture = "llama" if config is None else str(config["model"]["architecture"])
+        architecture = architecture_of(meta)
         seq_len = int(shape["max_seq_len"] if config is None else config["train"]["seq_len"])
         tokenizer = None if config is None else str(config["data"]["tokenizer"])
         fingerprint = None if config is None else str(meta["tokenizer"])
@@ -107,7 +107,7 @@ def _open_checkpoint(folder: Path) -> Source:
         folder=folder,
         what=f"checkpoint {folder}, step {manifest.step}",
         architecture=architecture,
-        model_config=model_config_from(architecture, shape),
+        model_config=architectures.from_json(architecture, shape),
         trained_length=seq_len,
         tokenizer=tokenizer,
         fingerprint=fingerprint,
@@ -121,17 +121,18 @@ def _open_checkpoint(folder: Path) -> Source:
 def _open_hf(folder: Path) -> Source:
     with HfFolder(folder) as content:
         config = content.config
-    model = from_hf_config(config, folder / "config.json")
+    found = from_hf_config(config, folder / "config.json")
 
     def fill(shards: dict[str, Shard], group: Group) -> None:
-        load_weights(str(folder), {f"model.{n}": shard for n, shard in shards.items()}, model, group)
+        weights = {f"model.{n}": shard for n, shard in shards.items()}
+        load_weights(str(folder), weights, found.architecture, found.model, group)
 
     return Source(
         folder=folder,
         what=f"Hugging Face folder {folder}",
-        architecture="llama",
-        model_config=model_config_from("llama", model),
-        trained_length=int(model["max_seq_len"]),
+        architecture=found.architecture,
+        model_config=architectures.from_json(found.architecture, found.model),
+        trained_length=int(found.model["max_seq_len"]),
         tokenizer=str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None,
         fingerprint=None,
         end_ids=_end_ids(config, folder / "generation_config.json"),
@@ -155,23 +156,6 @@ def _end_ids(config: dict[str, Any], generation: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def model_config_from(architecture: str, values: Mapping[str, Any], name: str = "the checkpoint's model") -> Any:
-    """The architecture's config dataclass out of JSON (dataclasses.asdict of one); `name` is for an error.
-
-    Raises:
-        UserError: the values don't fit the architecture, which may have changed since.
-    """
-    from pydantic import ValidationError
-
-    found = architectures.resolve(architecture)
-    try:
-        return architectures.build(found, dict(found.section.model_validate(dict(values))), None)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{name} does not fit the architecture {architecture}: {key}: {first['msg']}") from None
-
-
 def with_rope_scaling(source: Source, changes: Mapping[str, Any]) -> Source:
     """The source with its model's `rope_scaling` changed by keys of it, so that texts may be longer than trained."""
     if not changes:
@@ -182,7 +166,7 @@ def with_rope_scaling(source: Source, changes: Mapping[str, Any]) -> Source:
     before = values["rope_scaling"] or {"original_max_position_embeddings": source.trained_length}
     values["rope_scaling"] = before | dict(changes)
     return dataclasses.replace(
-        source, model_config=model_config_from(source.architecture, values, "the model so changed")
+        source, model_config=architectures.from_json(source.architecture, values, "the model so changed")
     )
 
 

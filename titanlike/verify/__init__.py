@@ -38,6 +38,7 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
         UserError: the config cannot run on this mesh.
         RankFailed: a rank raised or died, or `timeout_s` seconds went by.
     """
+    from titanlike.tables import check_architecture
     from titanlike.tokenizer import load_tokenizer
     from titanlike.verify.compare import compare
     from titanlike.verify.launch import Ranks
@@ -56,7 +57,7 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
     config.validate_for(world)
     given = getattr(config.model, "vocab_size", None)
     vocab_size = given or load_tokenizer(config.data.tokenizer).vocab_size
-    config.model_config_for(vocab_size)
+    check_architecture(config, vocab_size)
 
     small = shrink(config, vocab_size)
     if config.train.max_grad_norm:

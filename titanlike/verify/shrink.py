@@ -8,7 +8,7 @@ stages; whether gradients are clipped. The rest gets smaller.
 
 A model's sizes are known by the names that this code base gives them (dim, n_layers, n_heads, n_kv_heads, head_dim,
 ffn_dim, vocab_size, init_std); a size of another name stays. If that is too large or does not fit, the architecture's
-module in `parallelize` can have `shrink(model: dict, tp: int) -> dict`: it gets the [model] values that were found
+tables (titanlike/tables.py) can have `shrink(model: dict, tp: int) -> dict`: it gets the [model] values that were found
 here, and returns those that it wants otherwise.
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from titanlike.build import plan_module
 from titanlike.config import Config, resolved
 from titanlike.config_errors import validate
 from titanlike.errors import UserError
+from titanlike.tables import tables_of
 
 STEPS = 3
 """optimizer steps that are compared"""
@@ -68,7 +68,7 @@ def shrink(config: Config, vocab_size: int) -> Shrunk:
     tables["run"] = {"seed": config.run.seed, "device": "cpu"}
 
     model = _model(config, getattr(config.model, "vocab_size", None) or vocab_size)
-    override = getattr(plan_module(config.model.architecture), "shrink", None)
+    override = tables_of(config.model.architecture).get("shrink")
     if override is not None:
         model |= override(dict(model), mesh.tp)
     tables["model"] = {"architecture": config.model.architecture} | model
@@ -96,7 +96,7 @@ def shrink(config: Config, vocab_size: int) -> Shrunk:
         small = validate(Config, tables)
         small.validate_for(world)
     except UserError as error:
-        tables_module = plan_module(config.model.architecture).__name__
+        tables_module = tables_of(config.model.architecture).name
         if override is None:
             how = f"by the usual rules: {error}; give {tables_module} a function shrink(model, tp) with sizes that fit"
         else:

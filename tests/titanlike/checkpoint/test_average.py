@@ -110,6 +110,6 @@ def test_an_average_can_be_started_from(tmp_path: Path) -> None:
     _saved(tmp_path / "b", 3.0)
     average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     into = {name: Shard.whole(torch.empty_like(value)) for name, value in held.items()}
-    load_weights(str(tmp_path / "out"), into, meta_of(model_of("tied"))["model"], None)
+    load_weights(str(tmp_path / "out"), into, "llama", meta_of(model_of("tied"))["model"], None)
     for name, shard in into.items():
         torch.testing.assert_close(shard.tensor, held[name] * 2)

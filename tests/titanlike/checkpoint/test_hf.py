@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 
 from models.llama import Llama, LlamaConfig, RopeScaling
+from parallelize.llama import HF
 from tests.ranks import run_ranks
 from tests.titanlike.checkpoint.states import cut
 from titanlike.checkpoint import CheckpointConfig, Checkpointer, Shard, hf, tools
-from titanlike.checkpoint.hf_config import from_hf_config, hf_name, to_hf_config
+from titanlike.checkpoint.hf_config import from_hf_config, hf_parts, to_hf_config
 from titanlike.checkpoint.hf_import import import_hf
 from titanlike.errors import UserError
 
+FORM = HF[0]
 SIZES: dict[str, Any] = {"vocab_size": 257, "dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 40, "max_seq_len": 64}
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 MODELS: dict[str, dict[str, Any]] = {
@@ -112,7 +114,7 @@ def test_an_import_has_the_logits_of_transformers(kind: str, sharded: bool, tmp_
         "transformers", reason="transformers is not installed (pip install -e '.[test]')"
     )
     config = dataclasses.asdict(model_of(kind).config)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf_config(config, "float32", 256)))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf_config(FORM, config, "float32", 256)))
     with torch.no_grad():
         for name, value in theirs.named_parameters():
             value.normal_(1.0 if "norm" in name else 0.0, 0.3)
@@ -121,13 +123,13 @@ def test_an_import_has_the_logits_of_transformers(kind: str, sharded: bool, tmp_
 
     ours = Llama(LlamaConfig(**SIZES, **MODELS[kind]))  # init_from, straight from the folder
     checkpointer = Checkpointer(CheckpointConfig(), tmp_path)
-    notes = checkpointer.load_weights(str(tmp_path / "hf"), weights(ours), dataclasses.asdict(ours.config))
+    notes = checkpointer.load_weights(str(tmp_path / "hf"), weights(ours), "llama", dataclasses.asdict(ours.config))
     assert len(notes) == 1, notes
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
 
     import_hf(tmp_path / "hf", tmp_path / "imported")  # and by way of a checkpoint
     again = Llama(LlamaConfig(**SIZES, **MODELS[kind]))
-    checkpointer.load_weights(str(tmp_path / "imported"), weights(again), dataclasses.asdict(ours.config))
+    checkpointer.load_weights(str(tmp_path / "imported"), weights(again), "llama", dataclasses.asdict(ours.config))
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
@@ -179,7 +181,7 @@ def test_a_large_export_is_sharded_and_streamed(tmp_path: Path, monkeypatch: pyt
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in model.parameters())
     for name, value in model.named_parameters():
-        key = hf_name(name)
+        [(key, _)] = hf_parts(FORM, name, tuple(value.shape))
         with safe_open(tmp_path / "out" / index["weight_map"][key], framework="pt") as file:
             assert torch.equal(file.get_tensor(key), value.bfloat16())
     with torch.no_grad():
@@ -216,7 +218,7 @@ def _load_parts(folder: str, kind: str, world: int) -> dict[str, tuple[tuple[int
         part = torch.zeros((size, *shard.global_shape[1:]), dtype=torch.float64)
         held[name] = Shard(part, shard.global_shape, (start,) + (0,) * (len(shard.global_shape) - 1))
     checkpointer = Checkpointer(CheckpointConfig(), "unused")
-    checkpointer.load_weights(folder, held, dataclasses.asdict(model_of(kind).config))
+    checkpointer.load_weights(folder, held, "llama", dataclasses.asdict(model_of(kind).config))
     return {name: (shard.offset, shard.tensor) for name, shard in held.items()}
 
 
@@ -235,7 +237,7 @@ def test_init_from_reads_slices_and_leaves_the_optimizer_alone(source: str, tmp_
 def load_from(path: Path, kind: str, **changes: Any) -> list[str]:
     config = LlamaConfig(**(SIZES | MODELS[kind] | changes))
     held = weights(Llama(config))
-    return Checkpointer(CheckpointConfig(), "unused").load_weights(str(path), held, dataclasses.asdict(config))
+    return Checkpointer(CheckpointConfig(), "unused").load_weights(str(path), held, "llama", dataclasses.asdict(config))
 
 
 @pytest.mark.parametrize("source", ["run", "out"])
@@ -271,9 +273,9 @@ def test_an_untied_run_starts_from_a_tied_folder_with_a_copy(tmp_path: Path) -> 
     tools.export(tmp_path / "run", tmp_path / "out", "float32")
     model = Llama(LlamaConfig(**(SIZES | MODELS["tied"] | {"tie_embeddings": False})))
     notes = Checkpointer(CheckpointConfig(), "unused").load_weights(
-        str(tmp_path / "out"), weights(model), dataclasses.asdict(model.config)
+        str(tmp_path / "out"), weights(model), "llama", dataclasses.asdict(model.config)
     )
-    assert any("copy of the embedding" in note for note in notes)
+    assert any("output.weight starts as a copy of tok_embeddings.weight" in note for note in notes)
     assert torch.equal(logits(model), logits(tied))
 
 
@@ -303,15 +305,15 @@ def test_a_folder_that_does_not_fit_is_refused_by_tensor(end: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "qwen2"}, "'qwen2' model; only 'llama'"),
+        ({"model_type": "qwen2"}, "'qwen2' model; only 'llama' "),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "of type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
-        ({"hidden_size": None}, "lacks what a Llama needs: .*hidden_size"),
+        ({"hidden_size": None}, "lacks what a LlamaForCausalLM needs: .*hidden_size"),
     ],
 )
 def test_a_config_that_we_can_not_build_is_refused(change: dict, said: str) -> None:
-    config = to_hf_config(dataclasses.asdict(LlamaConfig(**SIZES)), "float32", None) | change
+    config = to_hf_config(FORM, dataclasses.asdict(LlamaConfig(**SIZES)), "float32", None) | change
     config = {key: value for key, value in config.items() if value is not None}
     with pytest.raises(UserError, match=said):
         from_hf_config(config, Path("config.json"))
@@ -320,12 +322,12 @@ def test_a_config_that_we_can_not_build_is_refused(change: dict, said: str) -> N
 @pytest.mark.parametrize("kind", MODELS)
 def test_configs_round_trip(kind: str) -> None:
     ours = dataclasses.asdict(LlamaConfig(**SIZES, **MODELS[kind]))
-    assert from_hf_config(to_hf_config(ours, "float32", 3), Path("x")) == ours
+    assert from_hf_config(to_hf_config(FORM, ours, "float32", 3), Path("x")) == ("llama", FORM, ours)
 
 
 def test_both_spellings_of_rope_are_read() -> None:
     """transformers 5 has one table where 4 had two keys."""
-    old = to_hf_config(dataclasses.asdict(LlamaConfig(**SIZES, **MODELS["scaled rope"])), "float32", None)
+    old = to_hf_config(FORM, dataclasses.asdict(LlamaConfig(**SIZES, **MODELS["scaled rope"])), "float32", None)
     new = dict(old)
     new["rope_parameters"] = new.pop("rope_scaling") | {"rope_theta": new.pop("rope_theta")}
     assert from_hf_config(old, Path("x")) == from_hf_config(new, Path("x"))
@@ -333,11 +335,11 @@ def test_both_spellings_of_rope_are_read() -> None:
 
 def test_every_parameter_has_a_name_there() -> None:
     model = model_of("biases")
-    names = [hf_name(name) for name, _ in model.named_parameters()]
+    names = [hf_parts(FORM, name, ())[0][0] for name, _ in model.named_parameters()]
     assert len(set(names)) == len(names)
     assert "model.layers.1.self_attn.o_proj.bias" in names
-    with pytest.raises(UserError, match=r"layers\.0\.attention\.wx\.weight is not a parameter of a Llama"):
-        hf_name("layers.0.attention.wx.weight")
+    with pytest.raises(UserError, match=r"layers\.0\.attention\.wx\.weight has no name in a LlamaForCausalLM"):
+        hf_parts(FORM, "layers.0.attention.wx.weight", ())
 
 
 def test_an_existing_folder_is_not_written_into(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_payload_in_a_checkpoint(name: str, mark: Path, tmp_path: Path) -> Non
         with pytest.raises(UserError, match=named):
             checkpointer.load(weights(model))
         with pytest.raises(UserError, match=named):
-            checkpointer.load_weights(str(tmp_path / "run"), weights(model), dataclasses.asdict(model.config))
+            checkpointer.load_weights(str(tmp_path / "run"), weights(model), "llama", dataclasses.asdict(model.config))
         with pytest.raises(UserError, match=named):
             tools.export(tmp_path / "run", tmp_path / "out", "float32")
         assert any(name in (problem or "") for _, problem in tools.verify(path.parent))
@@ -77,7 +77,7 @@ def test_a_payload_in_a_hugging_face_folder(name: str, mark: Path, tmp_path: Pat
         path.write_bytes(data)
         for action in (
             lambda: Checkpointer(CheckpointConfig(), tmp_path).load_weights(
-                str(tmp_path / "out"), weights(model), dataclasses.asdict(model.config)
+                str(tmp_path / "out"), weights(model), "llama", dataclasses.asdict(model.config)
             ),
             lambda: import_hf(tmp_path / "out", tmp_path / "in"),
         ):
@@ -94,7 +94,7 @@ def test_pickled_weights_are_refused_by_name(name: str, mark: Path, tmp_path: Pa
     (tmp_path / "out" / name).write_bytes(payloads(mark, 0)[1])
     with pytest.raises(UserError, match=rf"{name} is a pickle file, which can run code"):
         Checkpointer(CheckpointConfig(), tmp_path).load_weights(
-            str(tmp_path / "out"), weights(model), dataclasses.asdict(model.config)
+            str(tmp_path / "out"), weights(model), "llama", dataclasses.asdict(model.config)
         )
     assert not mark.exists()
 
@@ -105,7 +105,7 @@ def test_a_folder_of_torchs_own_checkpoint_is_refused_by_name(mark: Path, tmp_pa
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     (folder / "__0_0.distcp").write_bytes(payloads(mark, 0)[1])
     for action in (
-        lambda: Checkpointer(CheckpointConfig(), tmp_path).load_weights(str(folder), {}, {}),
+        lambda: Checkpointer(CheckpointConfig(), tmp_path).load_weights(str(folder), {}, "llama", {}),
         lambda: tools.open_checkpoint(folder),
     ):
         with pytest.raises(UserError, match=r"\.metadata is pickle, which can run code"):
