@@ -15,7 +15,6 @@ Properties:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 from pathlib import Path
@@ -149,7 +148,7 @@ class Run:
             if health is not None:
                 with self.timers.phase("health"):
                     health.forward(batch)
-            self.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
+            trainer.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
             result = trainer.train_step(batch)
             verdict = self.verdict_on(result)
             self.first_step_is_done(step)
@@ -240,13 +239,6 @@ class Run:
             self.verdict = self.guard.judge(result.loss.item(), result.grad_norm.item())
         verdict, self.verdict = self.verdict, None
         return verdict
-
-    def seed_step(self, step: int) -> None:
-        """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
-        needs no saved generator state. tp ranks draw alike, for they hold parts of the same activations."""
-        place = self.mesh.coordinate("pp") * self.mesh.dp + self.mesh.coordinate("dp")
-        digest = hashlib.sha256(f"step/{self.config.run.seed}/{step}/{place}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         with file_errors(f"the metrics of step {step}"):

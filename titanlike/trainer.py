@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -99,6 +100,13 @@ class Trainer:
         self.step_count = step
         self.updates += 1
         return result
+
+    def seed_step(self, step: int) -> None:
+        """Make random draws of the model (dropout) a function of (seed, step, place in the mesh), so that a resume
+        needs no saved generator state. tp ranks draw alike, for they hold parts of the same activations."""
+        place = self.mesh.coordinate("pp") * self.mesh.dp + self.mesh.coordinate("dp")
+        digest = hashlib.sha256(f"step/{self.config.run.seed}/{step}/{place}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run all microbatches. Returns the sum of this rank's token losses, 0 on ranks without the last stage."""

@@ -79,7 +79,7 @@ def _masks(config: Any) -> tuple[list[int], tuple[float, float]]:
         def start(self) -> None:
             super().start()
             for step in (1, 2, 3):
-                self.seed_step(step)
+                self.trainer.seed_step(step)
                 masks.append(int(torch.randint(2**62, ())))
             losses.extend(self.validate()["val_loss"] for _ in range(2))
             self.trainer.step_count = self.config.train.steps  # no steps

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +39,59 @@ def memory_over_ranks(device: torch.device, group: dist.ProcessGroup | None) -> 
         "memory/peak_max_bytes": peak_max,
         "memory/peak_min_bytes": -peak_min,
     }
+
+
+@dataclass
+class Peak:
+    """Filled in when the block of `peak_above` ends."""
+
+    bytes: int | None = None
+
+
+@contextlib.contextmanager
+def peak_above(device: torch.device) -> Generator[Peak]:
+    """The highest memory in use in the block, above what is in use at its begin; None where it cannot be told.
+
+    The allocator's on an accelerator. On CPU the kernel's mark of the process's resident set, which is set back: Linux
+    alone has that, and a sandbox may not.
+    """
+    import torch
+
+    peak = Peak()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        yield peak
+        peak.bytes = torch.accelerator.max_memory_allocated(device) - before
+        return
+    told = _set_back_high_water()
+    before = _resident_set()[0]
+    yield peak
+    after = _high_water() if told else None
+    peak.bytes = None if after is None else max(after - before, 0)
+
+
+def _set_back_high_water() -> bool:
+    """Set the process's high-water mark back to what is resident now (proc(5), clear_refs); whether that can be."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return _high_water() is not None
+
+
+def _high_water() -> int | None:
+    """The mark, in bytes."""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
 
 
 def _resident_set() -> tuple[int, int]:

@@ -1,0 +1,98 @@
+"""`--dry-run`: the run's first step without the run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import launch, run_ranks
+from tests.titanlike.runs import arguments, run, tiny
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with its content and the time of its last change."""
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def dried(config: Any) -> tuple[bool, list[str]]:
+    """On a rank: whether the state is bitwise that of the start, and what was printed."""
+    import titanlike.dry_run as subject
+    from titanlike.mesh import Mesh
+    from titanlike.metrics.console import Console
+
+    made: list[Any] = []
+    printed: list[str] = []
+    trainer_class, message, render = subject.Trainer, Console.message, Console.render
+
+    def noted(*given: Any) -> Any:
+        made.append(trainer_class(*given))
+        return made[-1]
+
+    subject.Trainer = noted  # type: ignore[misc, assignment]
+    Console.message = lambda _self, text: printed.append(text)  # type: ignore[method-assign]
+    Console.render = lambda _self, table: printed.append(_text(table))  # type: ignore[method-assign]
+    try:
+        subject.dry_run(config)
+        (trainer,) = made
+        assert trainer.step_count == trainer.updates == 0
+        mesh: Mesh = trainer.mesh
+        fresh = trainer_class(config, mesh, trainer.built.plain.config.vocab_size)
+        same = all(
+            torch.equal(tensor, fresh.zero.boxes()[name][0]) for name, (tensor, _, _) in trainer.zero.boxes().items()
+        ) and all(
+            torch.equal(mine.parameter.data, fresh.zero.slots[name][1].parameter.data)
+            for name, (_, mine) in trainer.zero.slots.items()
+        )
+        return same, printed
+    finally:
+        subject.Trainer, Console.message, Console.render = trainer_class, message, render  # type: ignore[misc]
+
+
+def _text(table: Any) -> str:
+    import io
+
+    import rich.console
+
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(1, {}), (2, {"mesh.tp": 2}), (4, {"mesh.pp": 2, "train.dtype": "bfloat16"})],
+    ids=["one", "tp2", "pp2 dp2 bfloat16"],
+)
+def test_the_state_is_bitwise_untouched_and_nothing_is_written(
+    ranks: int, mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    """Symptom: the real run resumes from the trial's step 1, or starts from weights that it moved."""
+    config = tiny(tmp_path / "run", **mesh)
+    results = run_ranks(ranks, dried, config)
+    assert all(same for same, _ in results)
+    assert not config.run_dir.exists()
+    printed = "\n".join(results[0][1])
+    assert not any(text for _, text in results[1:])
+    for phase in ("data", "forward backward", "grad reduce", "clip", "param gather", "in all"):
+        assert re.search(rf"^{phase} +\d+\.\d{{4}} +\d+\.\d{{4}} +\d+\.\d{{4}}", printed, re.MULTILINE), printed
+    for kind in ("weights", "gradients", "optimizer", "in all"):
+        assert re.search(rf"^{kind} +[\d.]+ [KM]i?B +rank \d +[\d.]+ [KM]iB +rank \d", printed, re.MULTILINE), printed
+    assert "activations" in printed and "nothing was updated" in printed and "start-up" in printed
+
+
+def test_a_run_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", **{"train.steps": 2})
+    run_ranks(1, run, config)
+    before = tree(config.run_dir)
+    assert run_ranks(1, dried, config)[0][0]
+    assert tree(config.run_dir) == before
+
+
+def test_the_command_under_torchrun_ends_with_0(tmp_path: Path) -> None:
+    done = launch([*arguments(tmp_path / "run", **{"mesh.pp": 2}), "--dry-run"], 2)
+    assert done.returncode == 0, done.stderr
+    assert "dry run: nothing was updated" in done.stdout and not (tmp_path / "run").exists()
