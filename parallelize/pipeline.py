@@ -9,6 +9,7 @@ Properties:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -233,11 +234,13 @@ def build_schedule(
     batch_shape: tuple[int, int],
     dtype: torch.dtype,
     after_backward: Callable[[int, int], None],
+    busy: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Any:
     """torch's schedule object for this rank's stages.
 
     `border_shape` is that of a hidden state between stages (local), `batch_shape` (rows of a microbatch, seq). After
     each backward of a stage, `after_backward(stage, how many backwards of it are done in this step)` is called.
+    `busy()` is entered while this rank computes, and not while it waits for its neighbours.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
@@ -252,16 +255,22 @@ def build_schedule(
             after_backward(self.stage_index, self.done)
             self.done %= microbatches
 
+        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            with busy():
+                return super().forward_one_chunk(*args, **kwargs)
+
         def backward_one_chunk(  # type: ignore[override]
             self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
         ) -> None:
-            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
-            if full_backward:
-                self._report()
+            with busy():
+                super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+                if full_backward:
+                    self._report()
 
         def backward_weight_one_chunk(self, bwd_chunk_id: int, **kwargs: Any) -> None:  # type: ignore[override]
-            super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
-            self._report()
+            with busy():
+                super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
+                self._report()
 
     def meta(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         # The border's gradient flag is part of what torch compares, so it has to be told.

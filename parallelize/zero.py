@@ -15,6 +15,7 @@ Properties:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -24,6 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+Waiting = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Gets the mesh axis, and is entered for as long as ranks along it are waited for"""
 
 Box = tuple[Tensor, tuple[int, ...], tuple[int, ...]]
 """(local tensor, shape of the whole tensor, offset of the local tensor in it)"""
@@ -154,18 +158,21 @@ class Bucket:
         self.launched = True
         self.missing = len(self.slots)
 
-    def finish_reduce(self, tp_group: dist.ProcessGroup | None) -> None:
+    def finish_reduce(self, tp_group: dist.ProcessGroup | None, waiting: Waiting) -> None:
         """Wait for the sum over dp, then add up the parts of tp ranks and of tied copies."""
         if self.work is not None:
-            self.work.wait()
+            with waiting("dp"):
+                self.work.wait()
             self.work = None
         self.launched = False
         if self.replicated_over_tp and tp_group is not None:
             # Each tp rank saw its own part of the tokens (sequence parallel) or of the heads.
-            dist.all_reduce(self.grad_shard, group=tp_group)
+            with waiting("tp"):
+                dist.all_reduce(self.grad_shard, group=tp_group)
         if self.tied_across is not None:
             # The first and the last stage each hold a copy of the tied weight and its gradient from one use.
-            dist.all_reduce(self.grad_shard, group=self.tied_across)
+            with waiting("pp"):
+                dist.all_reduce(self.grad_shard, group=self.tied_across)
 
     def master_shard(self, slot: Slot) -> Tensor:
         """This rank's rows of a master weight, as a view."""
@@ -183,10 +190,11 @@ class Bucket:
         whole = torch.empty(self.dp, self.shard_numel, dtype=self.compute_dtype, device=shard.device)
         return all_gather(whole.view(-1), shard, self.dp_group), whole
 
-    def finish_gather(self, work: dist.Work | None, whole: Tensor | None) -> None:
+    def finish_gather(self, work: dist.Work | None, whole: Tensor | None, waiting: Waiting) -> None:
         """Copy the collected weights into the parameters."""
         if work is not None:
-            work.wait()
+            with waiting("dp"):
+                work.wait()
         if whole is None:
             return
         with torch.no_grad():
@@ -216,6 +224,7 @@ class Zero:
         self.tp_group = tp_group
         self.dp_group = dp_group
         self.master_dtype = master_dtype
+        self.waiting: Waiting = lambda _axis: contextlib.nullcontext()
         self.buckets = [
             Bucket(named, dp_group, master_dtype) for named in fill_buckets(parameters, bucket_bytes, master_dtype)
         ]
@@ -312,7 +321,7 @@ class Zero:
             if not bucket.launched:
                 bucket.reduce()
         for bucket in self.buckets:
-            bucket.finish_reduce(self.tp_group)
+            bucket.finish_reduce(self.tp_group, self.waiting)
 
     def sum_of_squares(self) -> Tensor:
         """This rank's part of the squared norm of the gradient sums, a float64 scalar. Each element of the plain
@@ -340,7 +349,7 @@ class Zero:
         """Bring the updated master shards of all dp ranks into the compute weights. All dp ranks take part."""
         started = [(bucket, *bucket.start_gather()) for bucket in self.buckets]
         for bucket, work, whole in started:
-            bucket.finish_gather(work, whole)
+            bucket.finish_gather(work, whole, self.waiting)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from titanlike.data.config import DataConfig, ValidationConfig
 from titanlike.errors import UserError
 from titanlike.guard import GuardConfig
 from titanlike.metrics.config import MetricsConfig
+from titanlike.profiler import ProfileConfig
 from titanlike.section import Section
 
 
@@ -286,6 +287,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     guard: GuardConfig = GuardConfig()
+    profile: ProfileConfig = ProfileConfig()
     compile: CompileConfig = CompileConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
 

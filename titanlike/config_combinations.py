@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from titanlike.errors import UserError
+from titanlike.metrics.weights_and_biases import check_installed
 from titanlike.schedule import phases
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def check(config: Config, world_size: int) -> None:
     if config.mesh.pp > 1:
         _check_pipeline(config, microbatches)
     _check_schedule(config)
+    _check_profile(config, world_size)
+    if config.metrics.wandb:
+        check_installed()
 
 
 def without_effect(config: Config) -> dict[str, str]:
@@ -61,6 +65,10 @@ def without_effect(config: Config) -> dict[str, str]:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
     if not config.compile.enable:
         inert["compile.scope"] = "compile.enable = false"
+    if not config.metrics.wandb:
+        inert |= {f"metrics.{name}": "metrics.wandb = false" for name in ("wandb_project", "wandb_offline")}
+    if config.profile.steps is None:
+        inert["profile.ranks"] = "profile.steps = none"
     if config.guard.spike == "off":
         inert |= {f"guard.{name}": 'guard.spike = "off"' for name in ("spike_sigma", "spike_window")}
     if config.schedule.decay == "none":
@@ -175,6 +183,16 @@ def _check_pipeline(config: Config, microbatches: int) -> None:
         f'pipeline.schedule = "{schedule}" needs {wanted}, but train.global_batch_size and train.microbatch_size give '
         f"{microbatches}"
     )
+
+
+def _check_profile(config: Config, world_size: int) -> None:
+    profile = config.profile
+    if profile.steps is None:
+        return
+    if profile.steps[1] > config.train.steps:
+        raise UserError(f"profile.steps {profile.steps} end after train.steps ({config.train.steps})")
+    if max(profile.ranks) >= world_size:
+        raise UserError(f"profile.ranks {profile.ranks}: there are {world_size} ranks, counted from 0")
 
 
 def _check_schedule(config: Config) -> None:

@@ -38,6 +38,8 @@ from titanlike.metrics.health import Health
 from titanlike.metrics.memory import memory_over_ranks
 from titanlike.metrics.startup_times import StartupTimes
 from titanlike.metrics.timers import Timers
+from titanlike.metrics.waits import waits
+from titanlike.profiler import Profiler
 from titanlike.recovery import end_run, roll_back, tell_bad_step
 from titanlike.run_folder import run_folder
 from titanlike.sample import sample
@@ -112,6 +114,12 @@ class Run:
         self.timers = Timers(self.mesh.device.type)
         self.health = Health(trainer) if config.metrics.health_interval else None
         self.throughput = throughput(config, trainer)
+        self.profiler = None
+        if config.profile.steps is not None:
+            device_type = self.mesh.device.type
+            self.profiler = Profiler(
+                config.profile, config.run_dir, self.mesh.rank, self.degrees(), device_type, self.timers
+            )
         self.startup_times: StartupTimes | None = times
         """until the first step is done"""
         times.done("build")
@@ -141,6 +149,8 @@ class Run:
         self.timers.start()
         while trainer.step_count < steps:
             step = trainer.step_count + 1
+            if self.profiler is not None:
+                self.profiler.before_step(step)
             with self.timers.phase("data"):
                 batch = next(batches)
             self.hooks("before_step", self, step, batch)
@@ -187,10 +197,13 @@ class Run:
             values |= memory_over_ranks(self.mesh.device, None if dist.get_world_size() == 1 else dist.group.WORLD)
             times = self.timers.end_step()
             values |= times | self.throughput.values(times.get("step_time_s", 0.0))
+            values |= waits(self.timers.spans, self.mesh)
             self.hooks("after_step", self, step, values)
             # Logged before it is saved: a run that dies in between logs the step again, rather than never. So the time
             # of a save is part of the next step's.
             self.log(step, values)
+            if self.profiler is not None and (written := self.profiler.after_step(step, values)):
+                metrics.message(written)
             interval = config.checkpoint.digest_interval
             if interval > 0 and step % interval == 0:
                 self.log_digest(step)
@@ -200,6 +213,8 @@ class Run:
                     self.save()
             if decision.stop:
                 break
+        if self.profiler is not None:
+            self.profiler.close()
         if trainer.step_count >= steps:
             self.finish()
         self.hooks("on_end", self)
@@ -395,7 +410,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The keys of two configs (as JSON) that differ, "train.steps 10 -> 20", but for those that change nothing in the
     run itself: where it lives, what it writes, and the mesh, which is told by its degrees."""
     old, new = flattened(before), flattened(now)
-    aside = ("run.dir", "run.name", "checkpoint.", "metrics.", "mesh.pp", "mesh.dp", "mesh.tp")
+    aside = ("run.dir", "run.name", "checkpoint.", "metrics.", "profile.", "mesh.pp", "mesh.dp", "mesh.tp")
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
         for key in [*new, *(key for key in old if key not in new)]

@@ -64,6 +64,7 @@ class Trainer:
         """called by train_step on all ranks when the gradients are reduced and nothing is touched yet; False leaves the
         update out"""
         self.timers = Timers(mesh.device.type)
+        self.zero.waiting = lambda axis: self.timers.span(f"comm/{axis}")
         self._schedules: dict[int, Any] = {}
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ class Trainer:
             losses: list[Tensor] = []
             schedule = self._schedule(tokens.shape[1])
             arguments = (tokens,) if self.built.stages[0].first else ()
-            schedule.step(*arguments, target=inputs["labels"], losses=losses, **inputs)
+            with self.timers.span("pipeline"):
+                schedule.step(*arguments, target=inputs["labels"], losses=losses, **inputs)
         for loss in losses:
             total += loss.detach().sum()
         return total
@@ -285,6 +287,7 @@ class Trainer:
                 (self.config.train.microbatch_size, seq_len),
                 self.built.dtype,
                 self._after_backward,
+                lambda: self.timers.span("pipeline/busy"),
             )
         return self._schedules[seq_len]
 

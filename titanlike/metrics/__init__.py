@@ -1,4 +1,4 @@
-"""What a run tells about itself: metrics.jsonl, events.jsonl, TensorBoard, and the console.
+"""What a run tells about itself: metrics.jsonl, events.jsonl, TensorBoard, Weights & Biases, and the console.
 
 - Only the main rank writes; on the others every call returns at once.
 - `metrics.jsonl` has one line a step with full digits, also over resumes (see files.py).
@@ -17,6 +17,7 @@ from titanlike.metrics import files
 from titanlike.metrics.config import MetricsConfig
 from titanlike.metrics.console import Console
 from titanlike.metrics.tensorboard import TensorBoard
+from titanlike.metrics.weights_and_biases import WeightsAndBiases
 
 __all__ = ["Metrics", "MetricsConfig"]
 
@@ -46,6 +47,7 @@ class Metrics:
         self._metrics_file: TextIO | None = None
         self._events_file: TextIO | None = None
         self._tensorboard: Any = None
+        self._wandb: Any = None
         if is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._console = Console(total_steps, config.log_interval, file)
@@ -55,7 +57,7 @@ class Metrics:
 
         Lines of metrics.jsonl after `step` are moved away, and an event `resume` (or `start`) with `fields` is written;
         the fields are JSON values: mesh={"pp": 1, "dp": 2, "tp": 1}, world_size=2, ...
-        Raises UserError if TensorBoard is asked for and not installed.
+        Raises UserError if TensorBoard or Weights & Biases are asked for and cannot be used.
         """
         if not self.is_main:
             return
@@ -64,6 +66,8 @@ class Metrics:
         self._last_step = step
         if self.config.tensorboard:
             self._tensorboard = TensorBoard(self.run_dir / "tensorboard", step + 1)
+        if self.config.wandb and self._wandb is None:
+            self._wandb = WeightsAndBiases(self.run_dir, self.config.wandb_project, self.config.wandb_offline)
         self.event("resume" if step else "start", step, **fields, **({"dropped_steps": dropped} if dropped else {}))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -77,7 +81,10 @@ class Metrics:
         self._last_step = step
         if self._metrics_file is None:
             self._metrics_file = files.open_append(self.run_dir / files.METRICS_FILE)
-        self._metrics_file.write(files.encode({"step": step, **values, "wall_time": self._clock()}) + "\n")
+        row = {"step": step, **values, "wall_time": self._clock()}
+        self._metrics_file.write(files.encode(row) + "\n")
+        if self._wandb is not None:
+            self._wandb.log(row)
         if self.config.tensorboard:
             if self._tensorboard is None:
                 self._tensorboard = TensorBoard(self.run_dir / "tensorboard", step)
@@ -122,6 +129,9 @@ class Metrics:
             return
         self._console.close()
         self._close_files()
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
 
     def _close_files(self) -> None:
         for file in (self._metrics_file, self._events_file, self._tensorboard):

@@ -10,6 +10,13 @@ class MetricsConfig(Section):
 
     tensorboard: bool = True
     """Also write TensorBoard event files to the run folder's tensorboard/."""
+    wandb: bool = False
+    """Also log to Weights & Biases, from rank 0, with the same names; needs the package wandb (titanlike[wandb])."""
+    wandb_project: str = Field(default="titanlike", min_length=1)
+    """The project there. The run has the name of the run folder; who you are is what the package is told (wandb
+    login)."""
+    wandb_offline: bool = False
+    """Write to the run folder's wandb/ without a network, for wandb sync later."""
     log_interval: int = Field(default=1, ge=1)
     """Print a progress line every so many steps when the output is not a terminal."""
     matmul_peak: bool = False

@@ -96,6 +96,36 @@ _TIME = (
     Name("time/health_s", "s", "the forward that looks at activations and attention", "health steps"),
     Name("time/other_s", "s", "the rest of `step_time_s`: logging, the loop itself"),
 )
+_WAITS = (
+    Name("bubble", "share", "idle share of the pipeline that rank 0 is in: the mean of `bubble/<n>`", "`mesh.pp` > 1"),
+    Name(
+        "bubble/<n>",
+        "share",
+        "idle share of pipeline rank n, `1 − busy / T`: `busy` is the time in which it runs forwards and backwards of "
+        "its stages, `T` the longest time of all pipeline ranks from the begin of the step to the end of their last "
+        "backward",
+        "`mesh.pp` > 1",
+    ),
+    Name(
+        "comm/dp_s",
+        "s",
+        "blocked until gradients are reduce-scattered and new weights all-gathered over dp",
+        "`mesh.dp` > 1",
+    ),
+    Name(
+        "comm/tp_s",
+        "s",
+        "sums over tp of the gradients of parameters that every tp rank holds; those inside the blocks are not in it",
+        "`mesh.tp` > 1",
+    ),
+    Name(
+        "comm/pp_s",
+        "s",
+        "the pipeline's time less `busy`: blocked until neighbours have sent or received; and the sum of a tied "
+        "weight's gradient over its two stages",
+        "`mesh.pp` > 1",
+    ),
+)
 _MEMORY = (
     Name("memory/current_max_bytes", "bytes", "memory in use now, on the rank that uses most"),
     Name("memory/current_min_bytes", "bytes", "the same on the rank that uses least"),
@@ -139,6 +169,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
     "Learning": _LEARNING,
     "Speed": _SPEED,
     "Where the time goes": _TIME,
+    "Waiting for other ranks": _WAITS,
     "Memory": _MEMORY,
     "Health of the model": _HEALTH,
 }
@@ -169,7 +200,9 @@ Every run writes into its folder, from rank 0:
 the seconds from the command to the end of the first step, in parts; `checkpoint`, \
 with `checkpoint_stall_s`, the seconds for which it held up the training; `digest` of the state; \
 `samples` with the texts of `[validation.generate]`; `bad_step` with what `[guard]` did, why, and on which samples |
+| `profile/` | traces of single steps (docs/profile.md) |
 | `tensorboard/` | the same names for TensorBoard (`metrics.tensorboard = false` turns it off) |
+| `wandb/`, `wandb-id.txt` | what Weights & Biases keeps there, with `metrics.wandb = true` |
 
 - Floats have all their digits: two runs can be compared bitwise (`scripts/report.py --compare A B`).
 - A value that is not finite is the string `"NaN"`, `"Infinity"` or `"-Infinity"`, since JSON has no number for it.
@@ -183,26 +216,42 @@ _CLOSING = """\
 ## Notes
 
 - **Times** are those of rank 0. They are disjoint: a phase inside another pauses it, and all of them with
-  `time/other_s` add up to `step_time_s + time/validation_s`. On a GPU they come from events and are read without making
-  the host wait, so each line has the times and rates of the step before, and the first line has none.
-- **Start-up** is told once a process, in a line on the console and in the event `startup`: `launcher_s` (from the start
-  of torchrun to that of this process; not after a restart by torchrun), `imports_s` (Python, imports, the config),
-  `data_s` (open the data), `process_group_s` (meet the other ranks, make the groups of the mesh), `build_s` (cut the
-  model, draw the weights, make the optimizer), `checkpoint_s` (find and load the newest one; save that of step 0 where
-  one is), `first_step_s` (the first batch and its step, with compilation), `total_s`. They are rank 0's, so a part in
-  which ranks meet has the wait for the slowest one in it. When a process began is read from the system.
+  `time/other_s` add up to `step_time_s + time/validation_s`. On a GPU they come from events and are read without
+  making the host wait, so each line has the times and rates of the step before, and the first line has none.
+- **Start-up** is told once a process, in a line on the console and in the event `startup`: `launcher_s` (from the
+  start of torchrun to that of this process; not after a restart by torchrun), `imports_s` (Python, imports, the
+  config), `data_s` (open the data), `process_group_s` (meet the other ranks, make the groups of the mesh), `build_s`
+  (cut the model, draw the weights, make the optimizer), `checkpoint_s` (find and load the newest one; save that of
+  step 0 where one is), `first_step_s` (the first batch and its step, with compilation), `total_s`. They are rank 0's,
+  so a part in which ranks meet has the wait for the slowest one in it. When a process began is read from the system.
+- **Waiting** is exposed time: what overlaps with computation is not in it. It lies in the phases of the step above
+  and is not added to them. It is measured at our own seams, between two clock readings around each wait: on CPU
+  (gloo) the time for which the host is blocked, on a GPU (NCCL) the time for which the stream of the computation
+  stands still, by events. All are of rank 0, but for `bubble/<n>`. What cannot be told: whether a wait is for bytes
+  on the wire or for a rank that is late; the collectives of tp inside the blocks, which are part of the graph that
+  computes and count as busy (a trace of `[profile]` shows them); and an axis for the sum of loss, count and norm over
+  all ranks, for which all wait in `time/clip_s`. In the first step of a process, compilation and warm-up count as
+  busy.
+- **Bubble**: pipeline ranks begin a step together, so the longest of their times is that of the pipeline, and what a
+  rank does not compute of it is idle, at the end of the step too. The start-up table shows what the schedule alone
+  predicts, with stages that cost the same and nothing for communication.
 - **FLOPs** count a multiply and an add as two, and the backward twice the forward. Recomputation under activation
-  checkpointing is not counted, nor is what a document mask saves. `F` is exactly what torch's `FlopCounterMode` counts
-  with the math attention kernel. Layers are those with attention, heads are query heads.
+  checkpointing is not counted, nor is what a document mask saves. `F` is exactly what torch's `FlopCounterMode`
+  counts with the math attention kernel. Layers are those with attention, heads are query heads.
 - **MFU** against a datasheet is given for bfloat16 on devices whose dense peak is known (titanlike/metrics/flops.py).
   For others there is none, rather than one against a guessed peak.
-- **Health** is measured every `metrics.health_interval` steps. A part is a block (`layers.3`) or a module at the top of
-  the model (`tok_embeddings`, `norm`, `output`); a tied weight counts once, under its first name. Activations and
+- **Health** is measured every `metrics.health_interval` steps. A part is a block (`layers.3`) or a module at the top
+  of the model (`tok_embeddings`, `norm`, `output`); a tied weight counts once, under its first name. Activations and
   attention are those of an extra forward over the whole global batch, without gradients, with dropout off and the
   blocks run eagerly: a compiled forward has no place to look at, a recomputed one runs twice, and which rows a
   microbatch holds depends on the mesh. So the numbers do not: in float64 they equal those of one rank to 1e-10.
   Attention is seen where a block calls `scaled_dot_product_attention`. Such a step costs about a forward more, the
   attention logits once more, and a copy of the rank's master weights until its update is done; others cost nothing.
+- **Weights & Biases** is optional: `pip install 'titanlike[wandb]'` and `metrics.wandb = true`. Rank 0 logs each line
+  of `metrics.jsonl` as it is, `step` being the x axis; a run folder is one run there, over resumes too.
+  `metrics.wandb_project` names the project, `metrics.wandb_offline = true` keeps it in the folder for `wandb sync`.
+  Tested with a stub in the package's place, and once with wandb 0.31.0 in offline mode; its service was never reached
+  from here.
 - **Memory** is what torch's allocator holds in use on a GPU, and the resident set of the process on CPU.
 """
 

@@ -2,6 +2,7 @@
 
 - The phases and `other` (what no phase covers) add up to the whole time since the previous step ended.
 - A phase inside a phase pauses the outer one, so no second is counted twice.
+- Spans lie across the phases and take nothing from them: waits for other ranks, the busy time of a pipeline rank.
 - On CPU a monotonic clock; on an accelerator events on the current stream, read one step late and so without making the
   host wait for the device (it may run at most one step ahead of what is read).
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 PHASES = (
@@ -26,6 +27,8 @@ PHASES = (
     "health",
     "other",
 )
+
+_NOTHING = nullcontext()
 
 
 class Timers:
@@ -55,6 +58,26 @@ class Timers:
         # Boundaries of the step under way: (mark, the phase that is active from here on).
         self._marks: list[tuple[Any, str]] = [(self._clock.mark(), "other")]
         self._previous: list[tuple[Any, str]] | None = None
+        # Spans of the step under way, and on an accelerator of the one before: (begin, end, name).
+        self._spans: list[tuple[Any, Any, str]] = []
+        self._previous_spans: list[tuple[Any, Any, str]] = []
+        self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+        """puts the names of phases and spans into a trace, while one is made"""
+        self.spans: dict[str, float] = {}
+        """seconds of each span, added up, in the step that `end_step` told of last"""
+
+    @contextmanager
+    def span(self, name: str) -> Generator[None]:
+        """Add the time inside the block to `spans[name]`, whatever phase it is in."""
+        begin = self._clock.mark()
+        try:
+            with self._named(name):
+                yield
+        finally:
+            self._spans.append((begin, self._clock.mark(), name))
+
+    def _named(self, name: str) -> AbstractContextManager[Any]:
+        return _NOTHING if self.annotate is None else self.annotate(name)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -63,7 +86,8 @@ class Timers:
         self._active.append(name)
         self._marks.append((self._clock.mark(), name))
         try:
-            yield
+            with self._named(name):
+                yield
         finally:
             self._active.pop()
             self._marks.append((self._clock.mark(), self._active[-1] if self._active else "other"))
@@ -72,22 +96,28 @@ class Timers:
         """Forget the time since the construction or the last step: the next step starts now."""
         self._marks = [(self._clock.mark(), "other")]
         self._previous = None
+        self._spans, self._previous_spans = [], []
 
     def end_step(self) -> dict[str, float]:
         """End the step and return seconds as `time/<phase>_s` and `step_time_s`, which is their sum without validation.
 
         On CPU they are of the step that ends. On an accelerator they are of the step before, and empty the first time.
-        Phases that did not occur are left out, except `other`.
+        Phases that did not occur are left out, except `other`. `spans` is then that of the same step.
         """
         assert not self._active, f"the step ends inside the phase {self._active[-1]}"
         end = self._clock.mark()
         marks = [*self._marks, (end, "other")]
         self._marks = [(end, "other")]
+        spans, self._spans = self._spans, []
+        self.spans = {}
         if self._clock.late:
             marks, self._previous = self._previous, marks
+            spans, self._previous_spans = self._previous_spans, spans
             if marks is None:
                 return {}
         self._clock.wait(marks[-1][0])
+        for begin, finish, name in spans:
+            self.spans[name] = self.spans.get(name, 0.0) + self._clock.seconds(begin, finish)
         seconds: dict[str, float] = {"other": 0.0}
         for (begin, name), (finish, _) in itertools.pairwise(marks):
             seconds[name] = seconds.get(name, 0.0) + self._clock.seconds(begin, finish)
