@@ -1,4 +1,4 @@
-"""What logging costs a step: the phase timers, memory, metrics.jsonl, TensorBoard and the console line, on one rank.
+"""What logging costs a step: timers of phases and waits, memory, metrics.jsonl, TensorBoard, the console, on one rank.
 
     python benchmarks/logging_cost.py [--steps 1000] [--tensorboard false]
 
@@ -23,6 +23,8 @@ from titanlike.metrics.memory import memory_over_ranks
 from titanlike.metrics.throughput import Throughput
 from titanlike.metrics.timers import Timers
 
+SPANS = 40
+"""waits and busy times of a pipeline rank with 16 microbatches and some buckets"""
 PHASES = ("data", "forward_backward", "grad_reduce", "clip", "optimizer", "param_gather")
 
 
@@ -43,7 +45,11 @@ def measure(steps: int, tensorboard: bool) -> dict[str, list[float]]:
             for phase in PHASES:
                 with timers.phase(phase):
                     pass
+            for _ in range(SPANS):
+                with timers.span("pipeline/busy"):
+                    pass
             values = {"loss": 2.0 / step, "grad_norm": 1.0, "lr": 3e-4, "tokens": 4096 * step, **timers.end_step()}
+            values |= {"comm/dp_s": timers.spans["pipeline/busy"]}
             values |= rates.values(values["step_time_s"])
             timed = time.perf_counter()
             values |= memory_over_ranks(torch.device("cpu"), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from tests.ranks import launch, run_ranks
 from tests.titanlike.runs import arguments, run, tiny
+from titanlike.metrics.startup_times import process_began
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -96,3 +98,7 @@ def test_the_command_under_torchrun_ends_with_0(tmp_path: Path) -> None:
     done = launch([*arguments(tmp_path / "run", **{"mesh.pp": 2}), "--dry-run"], 2)
     assert done.returncode == 0, done.stderr
     assert "dry run: nothing was updated" in done.stdout and not (tmp_path / "run").exists()
+    parts = "launcher imports data process_group build first_step".replace("_", " ")
+    if process_began(os.getpid()) is not None:  # this system tells when a process began
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("start-up ")]
+        assert re.sub(r"[\d., ]+", " ", line.partition(":")[2]).split() == parts.split()

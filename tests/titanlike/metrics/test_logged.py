@@ -144,6 +144,12 @@ def count(config: Config, dp: int) -> tuple[int, float]:
     return counter.total, per_token.matmul * config.train.global_batch_size * config.train.seq_len
 
 
+INTERLEAVED = {
+    **{"mesh.pp": 2, "pipeline.schedule": "interleaved_1f1b"},
+    **{"model.n_layers": 4, "model.tie_embeddings": True},
+}
+
+
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -151,9 +157,11 @@ def count(config: Config, dp: int) -> tuple[int, float]:
         (2, {}),
         (2, {"mesh.pp": 2}),
         (2, {"mesh.tp": 2}),
+        (2, {"mesh.tp": 2, "mesh.sequence_parallel": False}),
         (4, {"mesh.pp": 2, "mesh.tp": 2}),
+        (2, INTERLEAVED),
     ],
-    ids=["one", "dp2", "pp2", "tp2", "pp2tp2"],
+    ids=["one", "dp2", "pp2", "tp2", "tp2 without sequence parallel", "pp2tp2", "pp2 interleaved, tied"],
 )
 def test_flops_of_all_ranks_equal_the_formula(ranks: int, overrides: dict[str, Any], tmp_path: Path) -> None:
     """MFU wrong by pipeline stages or accumulation: the formula of one device must hold for the sum over any mesh."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.ranks import launch
-from tests.titanlike.runs import arguments
-from titanlike.metrics import files
-from titanlike.metrics.startup_times import PARTS, StartupTimes, process_began
+from titanlike.metrics.startup_times import StartupTimes, process_began
 
 
 def test_parts_follow_each_other_without_gaps() -> None:
@@ -34,20 +29,7 @@ def test_no_part_is_counted_twice_and_none_is_unknown() -> None:
             times.done(part)
 
 
-def test_the_beginning_of_a_process_is_that_of_the_system(tmp_path: Path) -> None:
+def test_the_beginning_of_a_process_is_that_of_the_system() -> None:
     began = process_began(os.getpid())
     assert began is None or 0 <= time.time() - began < 30 * 86400
     assert process_began(2**22 + 1) is None  # there is no such process
-
-
-def test_a_run_under_torchrun_tells_all_parts(tmp_path: Path) -> None:
-    """Symptom: it takes a minute until something happens, and nobody knows what of."""
-    result = launch(arguments(tmp_path / "run", **{"train.steps": 1}), 2)
-    assert result.returncode == 0, result.stderr
-    (event,) = [each for each in files.read_events(tmp_path / "run") if each["event"] == "startup"]
-    parts = {name.removesuffix("_s"): value for name, value in event.items() if name.endswith("_s")}
-    assert set(PARTS) - {"launcher", "imports"} <= set(parts) and all(value >= 0 for value in parts.values())
-    if process_began(os.getpid()) is not None:
-        assert set(parts) == {*PARTS, "total"}
-    said = [line for line in result.stdout.splitlines() if line.startswith("start-up ")]
-    assert len(said) == 1 and json.dumps(f"{event['total_s']:.1f}").strip('"') in said[0]

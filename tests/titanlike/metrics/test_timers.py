@@ -118,17 +118,21 @@ def test_device_times_come_one_step_late_without_waiting_for_the_step_under_way(
     """A sync every step drains the device's queue and slows what is measured."""
     device = Device()
     timers = Timers("cuda", make_event=device.event)
-    ends, results = [], []
+    ends, results, spans = [], [], []
     for milliseconds in (10.0, 20.0, 40.0):
         with timers.phase("forward_backward"):
-            device.time_ms += milliseconds
+            device.time_ms += milliseconds / 2
+            with timers.span("comm/dp"):
+                device.time_ms += milliseconds / 2
         results.append(timers.end_step())
+        spans.append(timers.spans)
         ends.append(device.events[-1])
     assert results == [
         {},
         {"step_time_s": 0.01, "time/forward_backward_s": 0.01, "time/other_s": 0.0},
         {"step_time_s": 0.02, "time/forward_backward_s": 0.02, "time/other_s": 0.0},
     ]
+    assert spans == [{}, {"comm/dp": 0.005}, {"comm/dp": 0.01}]  # of the same step as the times
     assert device.waited == ends[:2]
 
 

@@ -101,6 +101,7 @@ def test_a_run_has_the_waits_of_its_axes_and_no_others(tmp_path: Path) -> None:
         for row in files.read_metrics(tmp_path / name):
             assert {key for key in row if key.startswith(("comm/", "bubble"))} == expected, name
             assert names.unknown(row) == []
+            assert row["tokens"] == row["step"] * 8 * 32  # TT #2983: tokens seen are overcounted on some meshes
             for key in expected:
                 assert row[key] >= 0 and (not key.startswith("bubble") or row[key] < 1)
             waited = sum(row[f"time/{phase}_s"] for phase in ("forward_backward", "grad_reduce", "param_gather"))

@@ -556,7 +556,7 @@ function eventTable() {
   const rows = [];
   RUNS.forEach((run, number) => run.events.forEach((event) => {
     const { event: kind, step, wall_time: time, mesh, ...rest } = event;
-    const details = [mesh ? meshText(mesh) : null, ...Object.entries(rest).map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "object" ? JSON.stringify(value) : value}`)].filter(Boolean).join(", ");
+    const details = [mesh ? meshText(mesh) : null, ...Object.entries(rest).map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" && !Number.isInteger(value) ? si(value) : value}`)].filter(Boolean).join(", ");
     rows.push(html("tr", {}, RUNS.length > 1 ? html("td", {}, html("span", { class: "swatch", style: `background:${color(number)}` }), run.name) : null, html("td", {}, typeof time === "number" ? new Date(time * 1000).toISOString().slice(0, 19).replace("T", " ") : "–"), html("td", { class: "num" }, count(step ?? 0)), html("td", {}, kind), html("td", { class: "wrap" }, details)));
   }));
   if (!rows.length) return null;
