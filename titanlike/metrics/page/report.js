@@ -588,7 +588,7 @@ function families(names) {
     if (members.length < 3) return members.map((name) => [name, [[name, ""]]]);
     members.sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
     const shown = members.length <= 8 ? members : [...Array(8).keys()].map((i) => members[Math.round(i * (members.length - 1) / 7)]);
-    return [[family + "/", shown.map((name) => [name, name.slice(family.length + 1)])]];
+    return [[family + "/", shown.map((name) => [name, name.slice(family.length + 1) || "all"])]];
   });
 }
 
