@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from parallelize.auxiliary import Auxiliary
 from parallelize.bubble import bubble_of
 
 # schedule -> (class name in torch.distributed.pipelining.schedules, default stages per rank, V-shaped placement)
@@ -126,22 +127,39 @@ class Stage(nn.Module):
         self.last = last
         self.tp_mesh = tp_mesh
         self.stream = stream
+        self.auxiliary: Auxiliary | None = None
+        """set by the trainer of a model that has auxiliary losses"""
 
     def forward(
         self, x: Tensor, labels: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         """x: tokens [batch, seq] on the first stage, else the hidden states that the stage before returned; labels
         [batch, seq] (used by the last stage; the shape of the others' batch)."""
-        x = self.hidden(x, labels, positions, document_ids)
-        if self.last:
-            return torch.stack([self.loss(self.model.head, x, labels)])
-        return self.border(x)
+        x, context = self._layers(x, labels, positions, document_ids)
+        out = torch.stack([self.loss(self.model.head, x, labels)]) if self.last else self.border(x)
+        if self.auxiliary is not None and self.training:
+            out = self.auxiliary.attach(out, self.model, context)
+        return out
 
     def hidden(
         self, x: Tensor, like: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         """The hidden states after this stage's layers, [batch, seq, dim]; a DTensor under tp. `like` is any [batch,
         seq] tensor."""
+        return self._layers(x, like, positions, document_ids)[0]
+
+    def count(
+        self, x: Tensor, like: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """As `hidden`, and let `auxiliary` add up what its losses need of the whole batch."""
+        assert self.auxiliary is not None
+        x, context = self._layers(x, like, positions, document_ids)
+        self.auxiliary.add(self.model, context)
+        return x
+
+    def _layers(
+        self, x: Tensor, like: Tensor, positions: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor, Any]:
         model = self.model
         if self.first:
             x = model.embed(x)
@@ -151,7 +169,7 @@ class Stage(nn.Module):
         context = model.context(shape_like, positions, document_ids)
         for layer in model.layers.values():
             x = layer(x, context)
-        return x
+        return x, context
 
     def border(self, x: Tensor) -> Tensor:
         """What is sent to the next stage: the local tensor."""

@@ -11,6 +11,7 @@ Properties:
   factor, applied to the reduced shards.
 - A parameter that every tp rank holds whole (norms, replicated kv heads) is reduced over tp too, so its copies cannot
   drift. The same goes for a tied weight that two pipeline stages hold.
+- What dp ranks hold different parts of (experts, under ep) is reduced and sharded over those that hold the same.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class NamedParameter:
     counts: bool = True
     """whether this rank's copy is the one that counts in the global norm (False on the second holder of a tied
     weight)"""
+    shared_over: dist.ProcessGroup | None = None
+    """the ranks along dp that hold the same part, if not all do: they reduce its gradient and shard its state (experts
+    under ep)"""
 
     @property
     def replicated_over_tp(self) -> bool:
@@ -226,7 +230,8 @@ class Zero:
         self.master_dtype = master_dtype
         self.waiting: Waiting = lambda _axis: contextlib.nullcontext()
         self.buckets = [
-            Bucket(named, dp_group, master_dtype) for named in fill_buckets(parameters, bucket_bytes, master_dtype)
+            Bucket(named, named[0].shared_over or dp_group, master_dtype)
+            for named in fill_buckets(parameters, bucket_bytes, master_dtype)
         ]
         self.slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
         self._last_microbatch = False
@@ -421,7 +426,13 @@ def fill_buckets(
     open_buckets: dict[tuple[Any, ...], int] = {}
     filled: dict[int, float] = {}
     for named in reversed(parameters):
-        key = (named.stage, named.replicated_over_tp, named.tied_across is not None, named.counts)
+        key = (
+            named.stage,
+            named.replicated_over_tp,
+            named.tied_across is not None,
+            named.counts,
+            named.shared_over is not None,
+        )
         nbytes = local_part(named.parameter).numel() * dtype.itemsize
         index = open_buckets.get(key)
         if index is None or filled[index] + nbytes > bucket_bytes:

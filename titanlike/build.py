@@ -46,9 +46,24 @@ def generator_for(seed: int, name: str, device: torch.device) -> torch.Generator
 
 def draw_parameter(model: Any, seed: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """The whole initial value of a parameter, float32: drawn in full on every rank, which then keeps its part."""
-    value = torch.empty(shape, dtype=torch.float32, device=device)
-    model.init_parameter(name, value, generator_for(seed, name, device))
-    return value
+    return draw_box(model, seed, name, shape, tuple(slice(0, size) for size in shape), device)
+
+
+def draw_box(
+    model: Any, seed: int, name: str, shape: tuple[int, ...], box: tuple[slice, ...], device: torch.device
+) -> Tensor:
+    """A box of the whole initial value. A parameter that stacks the weights of experts (`model.is_stacked(name)`) is
+    drawn expert by expert, as `<name>.<expert>`, and only those in the box are."""
+
+    def draw(part: str, size: tuple[int, ...]) -> Tensor:
+        value = torch.empty(size, dtype=torch.float32, device=device)
+        model.init_parameter(name, value, generator_for(seed, part, device))
+        return value
+
+    if not getattr(model, "is_stacked", lambda _: False)(name):
+        return draw(name, shape)[box]
+    first, rest = box[0], box[1:]
+    return torch.stack([draw(f"{name}.{index}", shape[1:])[rest] for index in range(first.start, first.stop)])
 
 
 def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -96,6 +111,8 @@ class Built:
     layers_per_stage: list[int]
     zero: Zero
     dtype: torch.dtype
+    buffers: dict[str, Tensor]
+    """by name: state of this rank's stages that no gradient moves"""
 
 
 @dataclasses.dataclass
@@ -150,6 +167,8 @@ def cut(
         model: Any = cut_stage(plain, split, index, first_parts, last_parts)
         if tp_mesh is not None:
             apply_tensor_plan(model, tp_mesh, plan)
+        if mesh.expert_mesh is not None:
+            tables.cut_experts(model, mesh.expert_mesh)
         first, last = index == 0, index == num_stages - 1
         stages.append(Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream))
     return Cut(stages, indices, stage_ranks, split)
@@ -192,6 +211,11 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     # Weights.
     tied = plain.tied_parameters
     parameters = materialise(stages, indices, tied, device)
+    if mesh.ep > 1:
+        parameters = [
+            dataclasses.replace(named, shared_over=mesh.same_experts) if on_expert_mesh(named.parameter) else named
+            for named in parameters
+        ]
     shared = set(tied.values())
     spread = stage_ranks[0] != stage_ranks[-1]
     pair = mesh.pair_group(stage_ranks[0], stage_ranks[-1]) if shared and spread else None
@@ -210,14 +234,12 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         group_of=lambda name, shape: group_of(config.optimizer, name, shape),
     )
     for named in parameters:
-        shape = tuple(named.parameter.shape)
-        whole = draw_parameter(plain, config.run.seed, named.name, shape, device)
-        local = whole[
-            tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_part(named.parameter).shape, strict=True))
-        ]
-        zero.set_master(named.name, local)
+        shape, local_shape = tuple(named.parameter.shape), local_part(named.parameter).shape
+        box = tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_shape, strict=True))
+        zero.set_master(named.name, draw_box(plain, config.run.seed, named.name, shape, box, device))
     zero.gather()
-    return Built(plain, stages, indices, stage_ranks, split, zero, dtype)
+    buffers = materialise_buffers(stages, device, master_dtype(dtype))
+    return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers)
 
 
 def materialise(
@@ -234,6 +256,23 @@ def materialise(
             owner, _, attribute = path.rpartition(".")
             setattr(stage.model.get_submodule(owner), attribute, made[name].parameter)
     return list(made.values())
+
+
+def materialise_buffers(stages: list[Stage], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Replace the meta buffers of the stages by real ones of 0, floating-point ones in `dtype`. By name."""
+    made: dict[str, Tensor] = {}
+    for stage in stages:
+        for path, buffer in list(stage.model.named_buffers()):
+            kind = dtype if buffer.is_floating_point() else buffer.dtype
+            made[path] = torch.zeros(buffer.shape, dtype=kind, device=device)
+            owner, _, attribute = path.rpartition(".")
+            setattr(stage.model.get_submodule(owner), attribute, made[path])
+    return made
+
+
+def on_expert_mesh(parameter: Tensor) -> bool:
+    """Whether a parameter is cut over ep."""
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _materialised(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -257,10 +296,10 @@ def _box_offset(parameter: Tensor) -> tuple[int, ...]:
     offset = [0] * max(parameter.dim(), 1)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        for placement in parameter.placements:
+        for axis, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
                 size = parameter.shape[placement.dim]
-                offset[placement.dim] = min(-(-size // mesh.size()) * mesh.get_local_rank(), size)
+                offset[placement.dim] = min(-(-size // mesh.size(axis)) * mesh.get_local_rank(axis), size)
     return tuple(offset)
 
 

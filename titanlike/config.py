@@ -124,6 +124,10 @@ class MeshConfig(Section):
     tp: int = Field(1, ge=1)
     """Tensor-parallel degree: each layer is cut over this many adjacent ranks."""
 
+    ep: int = Field(1, ge=1)
+    """Expert-parallel degree, a factor of dp: so many neighbouring dp ranks share out the experts of a mixture of
+    experts, and send each other the tokens for them."""
+
     sequence_parallel: bool = True
     """With tp, cut the activations between attention and feed-forward along the sequence (arXiv:2205.05198)."""
 

@@ -43,6 +43,8 @@ def check(config: Config, world_size: int) -> None:
     microbatches = config.accumulation(config.resolved_dp(world_size))
     _check_effect(config)
     _check_model(config)
+    if config.mesh.ep > 1:
+        _check_experts(config, config.resolved_dp(world_size))
     _check_compile(config)
     if config.mesh.pp > 1:
         _check_pipeline(config, microbatches)
@@ -59,6 +61,8 @@ def without_effect(config: Config) -> dict[str, str]:
         inert |= {f"pipeline.{name}": "mesh.pp = 1" for name in type(config.pipeline).model_fields}
     if config.mesh.tp == 1:
         inert["mesh.sequence_parallel"] = "mesh.tp = 1"
+    if not hasattr(config.model, "n_experts"):
+        inert["mesh.ep"] = f'model.architecture = "{config.model.architecture}", which has no experts'
     optimizer, other = config.optimizer, {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
     inert |= {f"optimizer.{name}": f'optimizer.name = "{optimizer.name}"' for name in other[optimizer.name]}
     if optimizer.weight_decay == 0:
@@ -108,6 +112,19 @@ def _check_model(config: Config) -> None:
         raise UserError(f"model.ffn_dim ({ffn_dim}) leaves one of mesh.tp = {tp} ranks without hidden units")
     if config.mesh.sequence_parallel and seq_len % tp:
         raise UserError(f"train.seq_len ({seq_len}) must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel")
+
+
+def _check_experts(config: Config, dp: int) -> None:
+    ep, experts = config.mesh.ep, config.model.n_experts
+    if dp % ep:
+        raise UserError(f"mesh.ep ({ep}) must be a factor of mesh.dp ({dp}): dp ranks share out the experts")
+    if experts % ep:
+        raise UserError(f"mesh.ep ({ep}) must divide model.n_experts ({experts}): each rank holds as many")
+    if config.compile.enable:
+        raise UserError(
+            "compile.enable = true cannot run with mesh.ep > 1, because how many tokens go to each rank is known when "
+            "they are routed only, and a graph has fixed shapes: use mesh.ep = 1, or do not compile"
+        )
 
 
 def _check_compile(config: Config) -> None:

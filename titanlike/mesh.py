@@ -62,14 +62,20 @@ def init_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
 class Mesh:
     """Degrees, coordinates and process groups of this rank. Made by all ranks together, after `init_distributed`."""
 
-    def __init__(self, pp: int, dp: int, tp: int, device: torch.device) -> None:
+    def __init__(self, pp: int, dp: int, tp: int, device: torch.device, ep: int = 1) -> None:
         world = dist.get_world_size()
         assert pp * dp * tp == world, f"pp {pp} x dp {dp} x tp {tp} is not the world size {world}"
-        self.pp, self.dp, self.tp = pp, dp, tp
+        assert dp % ep == 0, f"ep {ep} does not divide dp {dp}"
+        self.pp, self.dp, self.tp, self.ep = pp, dp, tp, ep
         self.device = device
         self.rank = dist.get_rank()
         self.device_mesh: DeviceMesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
         self._coordinates = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
+        # For experts, dp is cut in two: ranks with the same experts, and ep neighbours that hold a set of them together.
+        self._split_dp: DeviceMesh | None = None
+        if ep > 1:
+            names = ("pp", "same_experts", "ep", "tp")
+            self._split_dp = init_device_mesh(device.type, (pp, dp // ep, ep, tp), mesh_dim_names=names)
 
     def degree(self, axis: str) -> int:
         """Number of ranks along `axis`."""
@@ -82,6 +88,18 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along `axis` alone."""
         return self.device_mesh.get_group(axis)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """(ep, tp), or (ep) without tp: over what the weights of experts are cut. None without ep."""
+        if self._split_dp is None:
+            return None
+        return self._split_dp["ep", "tp"] if self.tp > 1 else self._split_dp["ep"]
+
+    @property
+    def same_experts(self) -> dist.ProcessGroup:
+        """The ranks along dp that hold the same experts: dp / ep of them."""
+        return self.group("dp") if self._split_dp is None else self._split_dp.get_group("same_experts")
 
     def rank_at(self, pp: int, dp: int, tp: int) -> int:
         """The global rank at these coordinates."""

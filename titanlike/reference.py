@@ -27,7 +27,9 @@ class ReferenceStep:
     grad_norm: float
     """global norm of the gradient before clipping"""
     gradients: dict[str, Tensor]
-    """gradient of the mean loss by parameter name, before clipping"""
+    """gradient of the mean loss by parameter name, before clipping; of the auxiliary losses too, if there are any"""
+    auxiliary: dict[str, float] = dataclasses.field(default_factory=dict)
+    """auxiliary losses and other numbers of the model's own (parallelize/auxiliary.py)"""
 
 
 class Reference:
@@ -41,6 +43,8 @@ class Reference:
             self.model = config.architecture.model_class(config.model_config_for(vocab_size)).to(dtype)
         tied = self.model.tied_parameters
         self.model.to_empty(device=device)
+        for buffer in self.model.buffers():
+            buffer.zero_()
         for second, name in tied.items():
             owner, _, attribute = second.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, self.model.get_parameter(name))
@@ -63,7 +67,10 @@ class Reference:
 
     def loss_sum(self, tokens: Tensor, labels: Tensor, **masks: Tensor | None) -> Tensor:
         """Sum of the token losses of a batch: tokens and labels [rows, seq]."""
-        logits = self.model(tokens, **masks)
+        return self._loss_sum(self.model(tokens, **masks), labels)
+
+    @staticmethod
+    def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def step(self, tokens: Tensor, labels: Tensor, **masks: Tensor | None) -> ReferenceStep:
@@ -71,8 +78,20 @@ class Reference:
         self.steps_done += 1
         count = max(int((labels != IGNORE).sum()), 1)
         self.optimizer.zero_grad()
-        loss = self.loss_sum(tokens, labels, **masks) / count
-        loss.backward()
+        if hasattr(self.model, "auxiliary_sums"):
+            like = torch.empty(0, dtype=next(self.model.parameters()).dtype, device=tokens.device)
+            context = self.model.context(like.expand(*tokens.shape, 0), **masks)
+            loss = self._loss_sum(self.model(tokens, context=context), labels) / count
+            sums, total = self.model.auxiliary_sums(context), loss
+            if self.model.has_auxiliary_loss:
+                total = loss + self.model.auxiliary_loss(context, tokens.numel(), sums)
+            total.backward()
+            values = self.model.auxiliary_values(sums, tokens.numel())
+            auxiliary = {name: value.item() for name, value in values.items()}
+        else:
+            loss = self.loss_sum(tokens, labels, **masks) / count
+            loss.backward()
+            sums, auxiliary = None, {}
         gradients = {n: p.grad.clone() for n, p in self.parameters.items()}
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         limit = self.config.train.max_grad_norm
@@ -82,11 +101,14 @@ class Reference:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.optimizer.step()
-        return ReferenceStep(loss.item(), norm.item(), gradients)
+        if sums is not None:
+            self.model.after_update(sums)
+        return ReferenceStep(loss.item(), norm.item(), gradients, auxiliary)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimizer tensors under the names that checkpoints use."""
+        """Weights, buffers and optimizer tensors under the names that checkpoints use."""
         state = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
+        state |= {f"model.{name}": buffer for name, buffer in self.model.named_buffers()}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -51,7 +51,7 @@ def replay(run_dir: Path, step: int) -> Iterator[str]:
     device = pick_device(config.run.device)
     init_distributed(device)
     trainer = Trainer(config, Mesh(1, 1, 1, device), data.tokenizer.vocab_size)
-    tensors = {name: Shard(*box) for name, box in trainer.zero.boxes().items()}
+    tensors = {name: Shard(*box) for name, box in trainer.boxes().items()}
     loader = config.checkpoint.model_copy(update={"load_step": first, "init_from": None})
     loaded = Checkpointer(loader, run_dir, device, say=lambda line: None).load(tensors)
     assert loaded is not None
@@ -75,7 +75,7 @@ def _config(run_dir: Path) -> Config:
         run_dir / "config.toml",
         {
             **{"run.dir": str(run_dir.resolve().parent), "run.name": run_dir.resolve().name},
-            **{"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 1, "train.microbatch_size": 1},
+            **{"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 1, "mesh.ep": 1, "train.microbatch_size": 1},
             **{"compile.enable": False, "activation_checkpoint.mode": "none"},
         },
     )

@@ -72,7 +72,7 @@ def train(config: Config) -> None:
         stop = StopSignal().install()
         try:
             init_distributed(device)
-            mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
+            mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device, config.mesh.ep)
             times.done("process_group")
             trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
             with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
@@ -172,6 +172,7 @@ class Run:
             }
             values |= {f"passes/{name}": passes for name, passes in self.data.passes(batch.cursor).items()}
             values |= {f"lr/{n}": result.lr * group.lr_scale for n, group in enumerate(config.optimizer.groups)}
+            values |= {name: value.item() for name, value in trainer.auxiliary_values(result).items()}
             if verdict is not None:
                 tell_bad_step(self, step, verdict, batch, values, before, result.updated)
                 if verdict.action == "skip":
@@ -304,7 +305,7 @@ class Run:
 
     def tensors(self) -> dict[str, Shard]:
         """Every tensor of the training state, as this rank's boxes of the plain model's tensors."""
-        return {name: Shard(*box) for name, box in self.trainer.zero.boxes().items()}
+        return {name: Shard(*box) for name, box in self.trainer.boxes().items()}
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors, as JSON; the same on all ranks."""
@@ -324,7 +325,8 @@ class Run:
         }
 
     def degrees(self) -> dict[str, int]:
-        return {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
+        degrees = {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
+        return degrees | ({"ep": self.mesh.ep} if self.mesh.ep > 1 else {})
 
     def save(self) -> None:
         """Save a checkpoint of the state after the last step."""
@@ -410,7 +412,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The keys of two configs (as JSON) that differ, "train.steps 10 -> 20", but for those that change nothing in the
     run itself: where it lives, what it writes, and the mesh, which is told by its degrees."""
     old, new = flattened(before), flattened(now)
-    aside = ("run.dir", "run.name", "checkpoint.", "metrics.", "profile.", "mesh.pp", "mesh.dp", "mesh.tp")
+    aside = ("run.dir", "run.name", "checkpoint.", "metrics.", "profile.", "mesh.")
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
         for key in [*new, *(key for key in old if key not in new)]

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallelize.auxiliary import Auxiliary
 from parallelize.pipeline import Stage, build_schedule, run_forward
+from parallelize.zero import Box
 from titanlike.build import build
 from titanlike.config import Config
 from titanlike.loss import IGNORE
@@ -41,6 +43,8 @@ class StepResult:
     """learning rate of this step, before the groups' own scale"""
     tokens: Tensor
     """valid labels in the global batch, float64"""
+    auxiliary: Tensor
+    """what the model's auxiliary losses and metrics are made of, see `Trainer.auxiliary_values`; empty without"""
     updated: bool = True
     """whether the weights were updated; otherwise the whole state is as before the step"""
 
@@ -66,6 +70,7 @@ class Trainer:
         self.timers = Timers(mesh.device.type)
         self.zero.waiting = lambda axis: self.timers.span(f"comm/{axis}")
         self._schedules: dict[int, Any] = {}
+        self.auxiliary = self._make_auxiliary()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ class Trainer:
         limit = self.config.train.max_grad_norm
         if limit > 0:
             factor = factor * (limit / (grad_norm + 1e-6)).clamp(max=1)
-        result = StepResult(totals[0] / count, grad_norm, lr, totals[1])
+        result = StepResult(totals[0] / count, grad_norm, lr, totals[1], totals[3:])
         allowed = self.before_update is None or self.before_update(result)
         # On an accelerator the look would make the host wait for the whole backward before it can queue the update.
         if not allowed or (self.mesh.device.type == "cpu" and not totals.isfinite().all()):
@@ -98,6 +103,9 @@ class Trainer:
             self.zero.step(factor, lr)
         with self.timers.phase("param_gather"):
             self.zero.gather()
+        if self.auxiliary is not None:
+            for stage in self.built.stages:
+                stage.model.after_update(totals[3:].view_as(self.auxiliary.sums))
         self.step_count = step
         self.updates += 1
         return result
@@ -113,6 +121,8 @@ class Trainer:
         """Run all microbatches. Returns the sum of this rank's token losses, 0 on ranks without the last stage."""
         inputs = self.inputs(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.auxiliary is not None:
+            self._begin_auxiliary(inputs)
         with self._loss_context():
             if self.mesh.pp == 1:
                 stage = self.built.stages[0]
@@ -134,21 +144,83 @@ class Trainer:
         return total
 
     def global_totals(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
-        """[loss sum, valid labels, square of the gradient sums' norm] over the whole global batch and model, float64
-        [3].
+        """[loss sum, valid labels, square of the gradient sums' norm, auxiliary sums ...] over the whole global batch
+        and model, float64.
 
         All ranks take part; each loss is counted where its last stage is, on one tp rank.
         """
         return self._totals(loss_sum, (labels != IGNORE).sum(), self.zero.sum_of_squares())
 
     def _totals(self, loss_sum: Tensor, count: Tensor, squares: Tensor) -> Tensor:
-        values = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        own = 0 if self.auxiliary is None else self.auxiliary.sums.numel()
+        values = torch.zeros(3 + own, dtype=torch.float64, device=self.mesh.device)
         if self.built.stages[-1].last and self.mesh.coordinate("tp") == 0:
             values[0] = loss_sum
             values[1] = count
         values[2] = squares
+        if self.auxiliary is not None and self.mesh.coordinate("tp") == 0:  # all tp ranks have the same
+            values[3:] = self.auxiliary.sums.flatten()
         dist.all_reduce(values)
         return values
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def boxes(self) -> dict[str, Box]:
+        """Every tensor of the training state that this rank holds, by name, as views: parameters and optimizer states
+        as in Zero.boxes, and the model's buffers, of which each holder has the whole."""
+        whole = {f"model.{n}": (b, tuple(b.shape), (0,) * b.dim()) for n, b in self.built.buffers.items()}
+        return self.zero.boxes() | whole
+
+    # -- auxiliary losses --------------------------------------------------------------------------------------------
+
+    def _make_auxiliary(self) -> Auxiliary | None:
+        plain, train = self.built.plain, self.config.train
+        if not hasattr(plain, "auxiliary_sums"):
+            return None
+        auxiliary = Auxiliary(
+            plain.auxiliary_shape, train.global_batch_size * train.seq_len, 1 / self.mesh.tp, self.mesh.device
+        )
+        whole_batch = self.accumulation == 1 and not self.config.compile.enable
+        if whole_batch and not (plain.needs_all_layers and self.mesh.pp > 1):
+            auxiliary.reduce_in_forward = self.mesh.group("dp")
+        for stage in self.built.stages:
+            stage.auxiliary = auxiliary
+        return auxiliary
+
+    def _begin_auxiliary(self, inputs: dict[str, Tensor]) -> None:
+        """Before the first microbatch of a step: what the gradients of auxiliary losses need of the whole batch."""
+        auxiliary, plain = self.auxiliary, self.built.plain
+        assert auxiliary is not None
+        auxiliary.begin()
+        if not plain.has_auxiliary_loss:
+            return
+        auxiliary.labels.copy_((inputs["labels"] != IGNORE).sum())
+        dist.all_reduce(auxiliary.labels, group=self.mesh.group("dp"))  # the dp ranks: each has its rows of the batch
+        auxiliary.labels.clamp_(min=1)
+        if not plain.needs_totals or auxiliary.reduce_in_forward is not None:
+            return
+
+        # A forward more: how much a load weighs depends on the loads of microbatches that have not run yet.
+        def run(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+            arguments = self.microbatch(inputs, microbatch)
+            arguments["like"] = arguments.pop("labels")
+            if hidden is not None:
+                arguments["x"] = hidden
+            out = stage.count(**arguments)
+            return None if stage.last else stage.border(out)
+
+        self.run_forward(run, self.accumulation, inputs["labels"].shape[1])
+        auxiliary.totals.copy_(auxiliary.sums)
+        if self.mesh.coordinate("tp"):
+            auxiliary.totals.zero_()  # all tp ranks have the same
+        dist.all_reduce(auxiliary.totals)  # all ranks: each has its rows and its layers
+        auxiliary.begin()
+
+    def auxiliary_values(self, result: StepResult) -> dict[str, Tensor]:
+        """The model's auxiliary losses and its own metrics of a step, scalars by name."""
+        if self.auxiliary is None:
+            return {}
+        return self.built.plain.auxiliary_values(result.auxiliary.view_as(self.auxiliary.sums), self.auxiliary.tokens)
 
     # -- validation --------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     vocab: int = VOCAB
     steps: int = 3
@@ -70,18 +71,18 @@ class Case:
         return self.pp * self.dp * self.tp
 
     def config(self) -> Config:
-        mesh = {"mesh.pp": self.pp, "mesh.dp": self.dp, "mesh.tp": self.tp, "train.steps": max(self.steps, 1)}
+        mesh = {"mesh.pp": self.pp, "mesh.dp": self.dp, "mesh.tp": self.tp, "mesh.ep": self.ep, "train.steps": max(self.steps, 1)}
         config = load_config(None, TINY | mesh | self.changes)
         config.validate_for(self.world_size)
         return config
 
 
-def case(pp: int = 1, dp: int = 1, tp: int = 1, **changes: Any) -> Case:
+def case(pp: int = 1, dp: int = 1, tp: int = 1, ep: int = 1, **changes: Any) -> Case:
     """A case; keys of the config are written with two underscores for the dot, the case's own fields as they are."""
     own = {f.name for f in dataclasses.fields(Case)}
     fields = {name: value for name, value in changes.items() if name in own}
     keys = {name.replace("__", "."): value for name, value in changes.items() if name not in own}
-    return Case(pp, dp, tp, keys, **fields)
+    return Case(pp, dp, tp, ep, keys, **fields)
 
 
 @dataclasses.dataclass
@@ -89,7 +90,7 @@ class Difference:
     """How one tensor of one rank compares with the oracle."""
 
     what: str
-    """initial, gradient, model, optimizer, loss, grad_norm, tokens, validation"""
+    """initial, gradient, model, optimizer, loss, auxiliary, grad_norm, tokens, validation"""
     name: str
     step: int
     error: float
@@ -124,7 +125,7 @@ class Comparison:
     def faults(self, tolerance: float, weight_tolerance: float) -> list[str]:
         """What does not hold, in words, in the order in which it happened."""
         limits = {"initial": 0.0, "tokens": 0.0, "model": weight_tolerance}
-        order = ["initial", "loss", "gradient", "grad_norm", "tokens", "optimizer", "model", "validation"]
+        order = ["initial", "loss", "auxiliary", "gradient", "grad_norm", "tokens", "optimizer", "model", "validation"]
         found = [d for d in self.differences if not d.error <= limits.get(d.what, tolerance)]
         found.sort(key=lambda d: (d.step, order.index(d.what)))
         lines = [str(d) for d in found]
@@ -188,7 +189,7 @@ def rows_of(batch: Batch, dp: int, coordinate: int) -> Batch:
 
 
 def mesh_of(case: Case) -> Mesh:
-    return Mesh(case.pp, case.dp, case.tp, torch.device("cpu"))
+    return Mesh(case.pp, case.dp, case.tp, torch.device("cpu"), case.ep)
 
 
 def trainer_of(case: Case, prepare: Callable[[Any], None] | None = None) -> Any:
@@ -228,7 +229,7 @@ def _pieces(trainer: Any) -> list[Piece]:
     from parallelize.zero import local_part
 
     pieces: list[Piece] = []
-    for name, (tensor, shape, offset) in trainer.zero.boxes().items():
+    for name, (tensor, shape, offset) in trainer.boxes().items():
         if tensor.numel():
             pieces.append((name, shape, offset, tuple(tensor.shape), digest(tensor)))
     for name, (_, slot) in trainer.zero.slots.items():  # the weights that are computed with
@@ -253,7 +254,7 @@ def measure(case: Case) -> tuple[list[Difference], list[Piece], dict[str, int], 
 
     def note_state(step: int) -> None:
         state = oracle.state()
-        for name, box in trainer.zero.boxes().items():
+        for name, box in trainer.boxes().items():
             kind, _, parameter = name.partition(".")
             whole = state[name] if step else state.get(name, torch.zeros(box[1]))  # no moments before the first step
             note("initial" if step == 0 else kind, f"{kind}.{parameter}", step, box[0], own_part(whole, box))
@@ -267,6 +268,10 @@ def measure(case: Case) -> tuple[list[Difference], list[Piece], dict[str, int], 
         right = oracle.step(batch.tokens, batch.labels, positions=batch.positions, document_ids=batch.document_ids)
         count = int((batch.labels != IGNORE).sum())
         note("loss", "", step, result.loss, right.loss)
+        values = trainer.auxiliary_values(result)
+        assert values.keys() == right.auxiliary.keys()
+        for name, value in right.auxiliary.items():
+            note("auxiliary", name, step, values[name], value)
         note("grad_norm", "", step, result.grad_norm, right.grad_norm)
         note("tokens", "", step, result.tokens, float(count))
         boxes = trainer.zero.boxes()
@@ -275,6 +280,7 @@ def measure(case: Case) -> tuple[list[Difference], list[Piece], dict[str, int], 
             note("gradient", name, step, grad / max(count, 1), own_part(right.gradients[name], box))
         note_state(step)
     loss, count = trainer.evaluate(iter([rows_of(held_out, mesh.dp, mesh.coordinate("dp"))]))
+    oracle.model.eval()
     with torch.no_grad():
         total = oracle.loss_sum(
             held_out.tokens, held_out.labels, positions=held_out.positions, document_ids=held_out.document_ids

@@ -19,7 +19,7 @@ from parallelize.local import is_known, make_local
 from parallelize.pipeline import Stage, cut_stage, run_forward
 from parallelize.zero import NamedParameter, local_part
 from titanlike import architectures
-from titanlike.build import cut, materialise
+from titanlike.build import cut, master_dtype, materialise, materialise_buffers
 from titanlike.checkpoint import Shard
 from titanlike.errors import UserError
 from titanlike.generate.cache import AttentionCache
@@ -69,6 +69,7 @@ class InferenceModel:
         self.packed: PackedLinears | None = None
         if weights_of is None:
             self.named = materialise(parts.stages, parts.indices, self.plain.tied_parameters, mesh.device)
+            self.buffers = materialise_buffers(parts.stages, mesh.device, master_dtype(dtype))
             self.stage.requires_grad_(False)
             self.packed = PackedLinears(self.stage.model)
         else:
@@ -77,6 +78,10 @@ class InferenceModel:
                 owner, _, attribute = path.rpartition(".")
                 weight = getattr(theirs.get_submodule(owner), attribute)
                 setattr(self.stage.model.get_submodule(owner), attribute, weight)
+            self.buffers = {name: buffer for name, buffer in theirs.named_buffers()}
+            for path, buffer in self.buffers.items():
+                owner, _, attribute = path.rpartition(".")
+                setattr(self.stage.model.get_submodule(owner), attribute, buffer)
 
     @classmethod
     def sharing(cls, trainer: Trainer) -> InferenceModel:
@@ -97,15 +102,18 @@ class InferenceModel:
         """Whether a trainer's weights can be used in place: one stage on each rank, in the order of the ranks, and an
         attention that keeps a cache."""
         built = trainer.built
-        return built.stage_ranks == list(range(trainer.mesh.pp)) and keeps_cache(built.plain)
+        in_order = built.stage_ranks == list(range(trainer.mesh.pp))
+        # Under ep all dp ranks must run the same forwards, and a generator shares prompts out over dp.
+        return in_order and trainer.mesh.ep == 1 and keeps_cache(built.plain)
 
     def shards(self) -> dict[str, Shard]:
         """The weights of this rank as boxes of the plain model's tensors, by their plain names, to be filled before
         the model is first used."""
-        return {
+        weights = {
             named.name: Shard(local_part(named.parameter), tuple(named.parameter.shape), named.box_offset)
             for named in self.named
         }
+        return weights | {name: Shard.whole(buffer) for name, buffer in self.buffers.items()}
 
     def go_local(self) -> None:
         """Under tp, go on with local tensors and written-out collectives, if the plan is one that parallelize.local

@@ -90,6 +90,7 @@ class Oracle:
             self._note_state(reference, step)
         moments = self.expected.get(Key(MOMENTS, 1), {})
         self.expected[Key(MOMENTS, 0)] = {name: torch.zeros_like(moment) for name, moment in moments.items()}
+        reference.model.eval()
         with torch.no_grad():
             last = self.batches[-1]
             loss = reference.loss_sum(last.tokens, last.labels, **last.masks) / last.valid

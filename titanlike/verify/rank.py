@@ -47,7 +47,7 @@ def run_rank(
     config = validate(Config, tables)
     degrees = config.mesh
     assert degrees.dp is not None
-    mesh = Mesh(degrees.pp, degrees.dp, degrees.tp, torch.device("cpu"))
+    mesh = Mesh(degrees.pp, degrees.dp, degrees.tp, torch.device("cpu"), degrees.ep)
     trainer = Trainer(config, mesh, vocab_size)
     if plant is not None:
         plant(trainer)
