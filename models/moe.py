@@ -217,8 +217,6 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.active_share = config.top_k / config.n_experts
-        """of these weights, those that a token is multiplied by"""
         self.w1 = nn.Parameter(torch.empty(config.n_experts, config.ffn_dim, config.dim))
         self.w2 = nn.Parameter(torch.empty(config.n_experts, config.dim, config.ffn_dim))
         self.w3 = nn.Parameter(torch.empty(config.n_experts, config.ffn_dim, config.dim))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -59,3 +60,15 @@ def stage_costs(config: MoEConfig, seq_len: int) -> tuple[float, list[float], fl
     expert = 3 * 2 * config.dim * config.ffn_dim  # what llama counts once
     more = expert * (config.top_k + config.n_shared_experts - 1) + 2 * config.dim * config.n_experts
     return first, [layer + more for layer in layers], last
+
+
+def flop_shape(plain: Any) -> dict[str, int]:
+    """What a token is multiplied by: of the experts, top_k."""
+    whole = sum(parameter.numel() for parameter in plain.parameters())
+    linear = sum(module.weight.numel() for module in plain.modules() if isinstance(module, nn.Linear))
+    experts = router = 0
+    for layer in plain.layers.values():
+        experts += sum(weight.numel() for weight in layer.feed_forward.experts.parameters())
+        router += layer.feed_forward.router.weight.numel()
+    active = experts * plain.config.top_k // plain.config.n_experts
+    return {"matmul_parameters": linear + router + active, "active_parameters": whole - experts + active}

@@ -57,7 +57,7 @@ def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
     shape = config_shape(trainer)
     sizes = {
         name: getattr(model.config, name)
-        for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+        for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "n_experts", "top_k", "vocab_size")
         if hasattr(model.config, name)
     }
     pipeline = None
@@ -68,8 +68,8 @@ def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
         )
     name = config.model.architecture + (f" {config.model.preset}" if config.model.preset else "")
     return startup_tables(
-        ModelFacts(name, shape.parameters, shape.embedding_parameters, sizes),
-        {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
+        ModelFacts(name, shape.parameters, shape.embedding_parameters, sizes, shape.active_parameters),
+        {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp} | ({"ep": mesh.ep} if mesh.ep > 1 else {}),
         BatchFacts(
             config.train.global_batch_size,
             config.train.microbatch_size,

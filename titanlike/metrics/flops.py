@@ -5,7 +5,8 @@ multiplied by costs 6 FLOPs a token. Attention costs, per layer and token, 2 mat
 `heads * head_dim * seq_len` multiply-adds each: `12 * heads * head_dim * seq_len`. Activation checkpointing's second
 forward is not counted (model FLOPs, not hardware FLOPs). Conventions differ between codebases, so each is stated:
 
-- `palm`: 6 * all parameters + full attention (PaLM, appendix B).
+- `palm`: 6 * all parameters + full attention (PaLM, appendix B). Of experts, those that a token goes through count, in
+  all three.
 - `matmul`: 6 * weights that take part in a matmul + full attention. The input embedding is a look-up and does not
   count (a tied one counts once, as the head); norms and biases do not either. This is what torch's FlopCounterMode
   counts with the math attention kernel, exactly.
@@ -37,6 +38,8 @@ class ModelShape:
     heads: int
     """Query heads."""
     head_dim: int
+    active_parameters: int | None = None
+    """Parameters that one token goes through, in a mixture of experts; None: all."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> FlopsPerToken:
     """Training FLOPs per token for sequences of `seq_len` tokens. Document masks are not taken into account."""
     attention = 12 * shape.layers * shape.heads * shape.head_dim * seq_len
     return FlopsPerToken(
-        palm=6 * shape.parameters + attention,
+        palm=6 * (shape.active_parameters or shape.parameters) + attention,
         matmul=6 * shape.matmul_parameters + attention,
         causal=6 * shape.matmul_parameters + attention / 2,
     )

@@ -48,6 +48,21 @@ _LEARNING = (
         "lr/<n>", "1", "learning rate of `optimizer.groups[n]`, counted from 0: `lr × lr_scale`", "`optimizer.groups`"
     ),
 )
+_EXPERTS = (
+    Name("moe/balance_loss", "1", "load-balancing loss of the global batch, mean of the layers, not weighted"),
+    Name("moe/z_loss", "1", "router z-loss, likewise: `mean of logsumexp(router logits)²`"),
+    Name(
+        "moe/auxiliary_loss",
+        "1",
+        "what they add to the training loss: `balance_loss × moe/balance_loss + z_loss × moe/z_loss`. Not in `loss`, "
+        "which stays the cross-entropy, but in `grad_norm`",
+    ),
+    Name("moe/load_max", "1", "tokens of the busiest expert over the mean of its layer, in the worst layer"),
+    Name("moe/load_cv", "1", "standard deviation of the experts' tokens over their mean, mean of the layers"),
+    Name("moe/entropy", "nats", "entropy of the router's scores of a token, mean over tokens and layers"),
+    Name("moe/dropped", "share", "choices that an expert had no room for, of all", "`model.capacity_factor`"),
+    Name("moe/<name>/<layer>", "", "the same of each layer"),
+)
 _SPEED = (
     Name("step_time_s", "s", "wall time since the end of the previous step, saving included, less `time/validation_s`"),
     Name("tokens_per_s", "tokens/s", "`global_batch_size × seq_len / step_time_s`"),
@@ -167,6 +182,7 @@ _HEALTH = (
 SECTIONS: dict[str, tuple[Name, ...]] = {
     "Progress": _PROGRESS,
     "Learning": _LEARNING,
+    "Mixture of experts (only those)": _EXPERTS,
     "Speed": _SPEED,
     "Where the time goes": _TIME,
     "Waiting for other ranks": _WAITS,
@@ -235,8 +251,9 @@ _CLOSING = """\
 - **Bubble**: pipeline ranks begin a step together, so the longest of their times is that of the pipeline, and what a
   rank does not compute of it is idle, at the end of the step too. The start-up table shows what the schedule alone
   predicts, with stages that cost the same and nothing for communication.
-- **FLOPs** count a multiply and an add as two, and the backward twice the forward. Recomputation under activation
-  checkpointing is not counted, nor is what a document mask saves. `F` is exactly what torch's `FlopCounterMode`
+- **FLOPs** count a multiply and an add as two, and the backward twice the forward. Of experts, those that a token
+  goes through count, in "all parameters" too. Recomputation under activation checkpointing is not counted, nor is what
+  a document mask saves. `F` is exactly what torch's `FlopCounterMode`
   counts with the math attention kernel. Layers are those with attention, heads are query heads.
 - **MFU** against a datasheet is given for bfloat16 on devices whose dense peak is known (titanlike/metrics/flops.py).
   For others there is none, rather than one against a guessed peak.

@@ -21,6 +21,8 @@ class ModelFacts:
     """Parameters of the input embedding, tied or not."""
     shape: Mapping[str, Any]
     """Sizes worth showing: {"layers": 6, "dim": 512, ...}."""
+    active_parameters: int | None = None
+    """Parameters that one token goes through, if not all."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,29 @@ def startup_tables(
 ) -> list[Any]:
     """The tables, for `Metrics.tables`.
 
-    `mesh` is axis -> degree, outermost first; `run` and `data` are further lines, (label, value).
+    `mesh` is axis -> degree, outermost first, and `ep`, a factor of dp, if there is one; `run` and `data` are further
+    lines, (label, value).
     """
     rows: list[tuple[str, str, str]] = [("run", label, value) for label, value in run]
     rows += [
         ("model", "name", model.name),
         ("model", "parameters", f"{model.parameters:,} ({format_count(model.parameters)})"),
         ("model", "without embedding", f"{model.parameters - model.embedding_parameters:,}"),
+        *(
+            [("model", "active", f"{model.active_parameters:,} ({format_count(model.active_parameters)}) for each token")]
+            if model.active_parameters is not None
+            else []
+        ),
         ("model", "shape", "  ".join(f"{name} {value}" for name, value in model.shape.items())),
     ]
     ranks = 1
-    for degree in mesh.values():
+    axes = {axis: degree for axis, degree in mesh.items() if axis != "ep"}
+    for degree in axes.values():
         ranks *= degree
-    product = " × ".join(f"{axis} {degree}" for axis, degree in mesh.items())
+    product = " × ".join(f"{axis} {degree}" for axis, degree in axes.items())
     rows.append(("mesh", "ranks", f"{product} = {ranks}"))
+    if "ep" in mesh:
+        rows.append(("mesh", "experts", f"shared out over ep {mesh['ep']} neighbours along dp"))
     if pipeline is not None:
         rows += [
             ("pipeline", "schedule", pipeline.schedule),

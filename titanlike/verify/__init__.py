@@ -70,7 +70,7 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
     first = next((check for check in checks if not check.same), None)
     reading = [] if first is None else read(first, Facts(small.config, oracle, records))
     return Report(
-        mesh={"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
+        mesh={"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp} | ({"ep": mesh.ep} if mesh.ep > 1 else {}),
         about=_about(small.config),
         changes=small.changes,
         notes=small.notes + _faint(oracle.faint_gradients()),
@@ -89,7 +89,7 @@ def _faint(names: list[str]) -> list[str]:
 
 def _about(config: Config) -> list[tuple[str, str]]:
     mesh = config.mesh
-    degrees = f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}"
+    degrees = f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}" + (f", ep {mesh.ep} of dp" if mesh.ep > 1 else "")
     if mesh.tp > 1:
         degrees += ", sequence parallel" if mesh.sequence_parallel else ", no sequence parallel"
     lines = [("mesh", degrees)]

@@ -79,7 +79,7 @@ class Oracle:
             result = reference.step(batch.tokens, batch.labels, **batch.masks)
             norm, limit = torch.tensor(result.grad_norm, dtype=torch.float64), self.config.train.max_grad_norm
             self.clip_factors.append(min(1.0, limit / (result.grad_norm + 1e-6)) if limit else 1.0)
-            scalars = {"loss": result.loss, "valid labels": batch.valid}
+            scalars = {"loss": result.loss, "valid labels": batch.valid, **result.auxiliary}
             self.expected[Key(LOSS, step)] = {n: torch.tensor(v, dtype=torch.float64) for n, v in scalars.items()}
             self.expected[Key(GRADIENT_NORM, step)] = {"grad_norm": norm}
             gradients = {name: result.gradients[name] for name in self.order}
@@ -98,7 +98,8 @@ class Oracle:
 
     def _note_state(self, reference: Reference, step: int) -> None:
         state = {name: tensor.clone() for name, tensor in reference.state().items()}
-        weights = {name: state[f"model.{name}"] for name in self.order}
+        buffers = [name for name, _ in reference.model.named_buffers()]
+        weights = {name: state[f"model.{name}"] for name in [*self.order, *buffers]}
         self.expected[Key(WEIGHTS, step)] = self.expected[Key(COMPUTE_WEIGHTS, step)] = weights
         kinds = {key.split(".")[1] for key in state if key.startswith("optimizer.")}
         moments = {f"{kind}.{name}": state[f"optimizer.{kind}.{name}"] for kind in sorted(kinds) for name in self.order}

@@ -164,6 +164,8 @@ class Recorder:
         self.record.clip_factors.append(self.factor * tokens)
         self.note(LOSS, step, "loss", result.loss, ())
         self.note(LOSS, step, "valid labels", result.tokens, ())
+        for name, value in self.trainer.auxiliary_values(result).items():
+            self.note(LOSS, step, name, value, ())
         self.note(GRADIENT_NORM, step, "grad_norm", result.grad_norm, ())
         boxes = self.trainer.zero.boxes()
         for name, sums in self.sums.items():
@@ -174,9 +176,11 @@ class Recorder:
 
     def note_state(self, step: int) -> None:
         """The master weights and moments that this rank owns, and the weights that it computes with."""
-        for name, (tensor, _, offset) in self.trainer.zero.boxes().items():
+        for name, (tensor, _, offset) in self.trainer.boxes().items():
             kind, _, rest = name.partition(".")
             self.note(WEIGHTS if kind == "model" else MOMENTS, step, rest, tensor, offset)
+        for name, buffer in self.trainer.built.buffers.items():
+            self.note(COMPUTE_WEIGHTS, step, name, buffer, (0,) * buffer.dim())
         for name, (_, slot) in self.trainer.zero.slots.items():
             self.note(COMPUTE_WEIGHTS, step, name, local_part(slot.parameter), slot.named.box_offset)
 
