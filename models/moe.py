@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from models import llama
 from models.grouped import grouped_linear, take_rows
-from models.llama import Llama, LlamaConfig, RMSNorm, make_context, rotate
+from models.llama import Llama, LlamaConfig, RMSNorm, make_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,8 +363,8 @@ class MoE(Llama):
 
     @torch.no_grad()
     def auxiliary_sums(self, context: Context) -> Tensor:
-        """Sums over the tokens of one forward, float64 [n_layers, 2 * experts + 4]: by expert how often it was chosen and
-        its scores; then entropy, squared log-sum-exp, dropped choices, and over sequences the balance loss of each,
+        """Sums over the tokens of one forward, float64 [n_layers, 2 * experts + 4]: by expert how often it was chosen
+        and its scores; then entropy, squared log-sum-exp, dropped choices, and over sequences the balance loss of each,
         times its tokens. Zero for layers that are not here. What is global comes of sums over forwards."""
         assert context.routing is not None
         like = next(iter(context.routing.values())).logits

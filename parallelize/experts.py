@@ -90,7 +90,9 @@ def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def _experts(module: Any, tp_mesh: DeviceMesh | None, group: dist.ProcessGroup | None, x: Tensor, routing: Routing) -> Tensor:
+def _experts(
+    module: Any, tp_mesh: DeviceMesh | None, group: dist.ProcessGroup | None, x: Tensor, routing: Routing
+) -> Tensor:
     weights = _local(module.w1), _local(module.w2), _local(module.w3)
     out = run_experts(x, routing, *weights) if group is None else run_spread_experts(x, routing, *weights, group)
     return out if tp_mesh is None else DTensor.from_local(out, tp_mesh, [Partial()], run_check=False)

@@ -71,7 +71,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.device_mesh: DeviceMesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=AXES)
         self._coordinates = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
-        # For experts, dp is cut in two: ranks with the same experts, and ep neighbours that hold a set of them together.
+        # For experts dp is cut in two: ranks with the same experts, and ep neighbours that hold a set of them together.
         self._split_dp: DeviceMesh | None = None
         if ep > 1:
             names = ("pp", "same_experts", "ep", "tp")

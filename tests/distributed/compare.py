@@ -71,7 +71,13 @@ class Case:
         return self.pp * self.dp * self.tp
 
     def config(self) -> Config:
-        mesh = {"mesh.pp": self.pp, "mesh.dp": self.dp, "mesh.tp": self.tp, "mesh.ep": self.ep, "train.steps": max(self.steps, 1)}
+        mesh = {
+            "mesh.pp": self.pp,
+            "mesh.dp": self.dp,
+            "mesh.tp": self.tp,
+            "mesh.ep": self.ep,
+            "train.steps": max(self.steps, 1),
+        }
         config = load_config(None, TINY | mesh | self.changes)
         config.validate_for(self.world_size)
         return config

@@ -54,7 +54,9 @@ def test_grouped_products_are_the_loop(dtype: torch.dtype, capacity: float | Non
     results = []
     for run in (run_experts, loop_over_experts):
         x = draws(3, 7, 16, dtype=dtype).requires_grad_()
-        weights = [draws(experts, *size, seed=n, dtype=dtype) * 0.3 for n, size in enumerate([(24, 16), (16, 24), (24, 16)])]
+        weights = [
+            draws(experts, *size, seed=n, dtype=dtype) * 0.3 for n, size in enumerate([(24, 16), (16, 24), (24, 16)])
+        ]
         router, (w1, w2, w3) = draws(experts, 16, seed=9, dtype=dtype), (w.requires_grad_() for w in weights)
         out = run(x.flatten(0, 1), routing(config, x, router.requires_grad_()), w1, w2, w3)
         (out.float() * draws(*out.shape, seed=5).float()).sum().backward()
@@ -188,7 +190,9 @@ def test_one_expert_for_all_is_a_llama() -> None:
     state = model.state_dict()
     for layer in range(2):
         for name in ("w1", "w2", "w3"):
-            state[f"layers.{layer}.feed_forward.{name}.weight"] = state.pop(f"layers.{layer}.feed_forward.experts.{name}")[0]
+            state[f"layers.{layer}.feed_forward.{name}.weight"] = state.pop(
+                f"layers.{layer}.feed_forward.experts.{name}"
+            )[0]
         state.pop(f"layers.{layer}.feed_forward.router.weight")
     dense.load_state_dict(state)
     torch.testing.assert_close(model(TOKENS), dense(TOKENS), rtol=1e-12, atol=1e-12)

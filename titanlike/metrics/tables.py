@@ -91,7 +91,13 @@ def startup_tables(
         ("model", "parameters", f"{model.parameters:,} ({format_count(model.parameters)})"),
         ("model", "without embedding", f"{model.parameters - model.embedding_parameters:,}"),
         *(
-            [("model", "active", f"{model.active_parameters:,} ({format_count(model.active_parameters)}) for each token")]
+            [
+                (
+                    "model",
+                    "active",
+                    f"{model.active_parameters:,} ({format_count(model.active_parameters)}) for each token",
+                )
+            ]
             if model.active_parameters is not None
             else []
         ),
