@@ -3,7 +3,7 @@
     python benchmarks/moe_balance.py [--steps 200]
 
 The same weights and the same data (the standard library's source, bytes). Prints the coefficient of variation of the
-experts' tokens, mean of the layers, over the last ten steps up to each mark; the busiest expert over the mean; the loss.
+experts' tokens, mean of the layers, over the last ten steps up to each mark; the busiest expert over the mean; loss.
 """
 
 from __future__ import annotations
