@@ -55,7 +55,7 @@ def experts(n_experts: int, tokens: int, dtype: torch.dtype, repeats: int) -> No
     config = MoEConfig(vocab_size=1, dim=256, n_experts=n_experts, top_k=2, ffn_dim=4096 // n_experts)
     torch.manual_seed(0)
     x = torch.randn(1, tokens, 256).to(dtype).requires_grad_()
-    hidden = config.ffn_dim
+    hidden = 4096 // n_experts
     shapes = ((n_experts, hidden, 256), (n_experts, 256, hidden), (n_experts, hidden, 256))
     weights = [(torch.randn(shape) * 0.05).to(dtype).requires_grad_() for shape in shapes]
     where = route(x.detach(), torch.randn(n_experts, 256).to(dtype) * 0.05, None, config, True)

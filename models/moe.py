@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import llama
 from models.grouped import grouped_linear, take_rows
-from models.llama import Llama, LlamaConfig, RMSNorm, make_context
+from models.llama import Attention, Llama, LlamaConfig, RMSNorm, make_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +28,7 @@ class MoEConfig(LlamaConfig):
     """The shape of a mixture of experts; `ffn_dim` is the hidden width of one expert. Raises ValueError for shapes that
     cannot be built."""
 
+    mlp_bias: ClassVar[bool] = False  # type: ignore[misc]  # a key of Llama that there is none of here
     qk_norm: bool = False
     """Whether each head's queries and keys pass an RMSNorm before the rotation, as in Qwen3."""
     n_experts: int = 8
@@ -71,8 +71,6 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"capacity_factor must be more than 0, not {self.capacity_factor}")
         if self.router_scores == "softmax_after" and self.renormalize:
             raise ValueError('renormalize has no effect with router_scores = "softmax_after": its weights add up to 1')
-        if self.mlp_bias:
-            raise ValueError("mlp_bias = true is not possible here: experts have no biases")
 
     def capacity(self, seq_len: int) -> int | None:
         """Tokens that an expert takes of a sequence of `seq_len`, at most; None: all."""
@@ -260,14 +258,17 @@ class MoEFeedForward(nn.Module):
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-class Attention(llama.Attention):
-    """That of Llama; with qk_norm, queries and keys are normalised head by head before the rotation."""
+class NormedAttention(Attention):
+    """That of Llama, with queries and keys normalised head by head before the rotation, as in Qwen3."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return self.q_norm(q), self.k_norm(k), v
 
 
 class Block(nn.Module):
@@ -276,7 +277,7 @@ class Block(nn.Module):
     def __init__(self, config: MoEConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = NormedAttention(config) if config.qk_norm else Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = MoEFeedForward(config, layer)
 
@@ -289,7 +290,7 @@ class MoE(Llama):
     """tokens [batch, seq] int64 -> logits [batch, seq, vocab_size]."""
 
     config_class = MoEConfig
-    config: MoEConfig
+    config: MoEConfig  # type: ignore[assignment]
 
     def __init__(self, config: MoEConfig) -> None:
         nn.Module.__init__(self)

@@ -42,7 +42,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _all_to_all(grad, *ctx.sizes, ctx.group), None, None, None
+        receive, send = ctx.sizes
+        return _all_to_all(grad, receive, send, ctx.group), None, None, None
 
 
 def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -168,7 +168,7 @@ def cut(
         if tp_mesh is not None:
             apply_tensor_plan(model, tp_mesh, plan)
         if mesh.expert_mesh is not None:
-            tables.cut_experts(model, mesh.expert_mesh)
+            tables.module.cut_experts(model, mesh.expert_mesh)
         first, last = index == 0, index == num_stages - 1
         stages.append(Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream))
     return Cut(stages, indices, stage_ranks, split)

@@ -9,6 +9,7 @@ was found in. docs/new-architecture.md walks through one.
 | `tensor_plan(config, tp, sequence_parallel)` | how each module is cut over tp | `mesh.tp` must be 1 |
 | `FIRST_PARTS`, `LAST_PARTS` | the modules beside `layers` that `embed` and `head` use | found by running those two |
 | `stage_costs(config, seq_len)` | FLOPs per token of embedding, each layer, head | from the weights of `nn.Linear` |
+| `cut_experts(model, expert_mesh)` | spreads experts over ranks: parallelize/experts.py | `mesh.ep` must be 1 |
 | `RECOMPUTE_KEEPS` | operations that selective checkpointing keeps besides the usual ones | none |
 | `HF` | names and config in Hugging Face folders: parallelize/hf.py | no import or export |
 | `flop_shape(plain)` | fields of metrics.flops.ModelShape that it counts otherwise | counted in the model |
@@ -72,6 +73,8 @@ def check_architecture(config: Config, vocab_size: int) -> None:
         tables.tensor_plan(plain, mesh.tp, mesh.sequence_parallel)
     if config.n_stages > 1:
         tables.parts(plain)
+    if mesh.ep > 1 and tables.get("cut_experts") is None:
+        raise UserError(f"mesh.ep needs a function cut_experts, and {tables.name} has none: use mesh.ep = 1")
 
 
 class Tables:

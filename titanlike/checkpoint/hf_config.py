@@ -12,7 +12,7 @@ from titanlike.errors import UserError
 if TYPE_CHECKING:
     from parallelize.hf import HuggingFace
 
-FREE = ("max_seq_len", "init_std")
+FREE = ("max_seq_len", "init_std", "balance_loss", "balance_over", "z_loss", "bias_rate", "capacity_factor")
 """fields of a config that trained weights do not depend on"""
 
 

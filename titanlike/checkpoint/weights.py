@@ -71,6 +71,9 @@ def _from_hf(
     folder: Path, weights: dict[str, Shard], architecture: str, model: dict[str, Any], group: Group
 ) -> list[str]:
     source = together(lambda: HfFolder(folder), group)
+    plain = architectures.plain_model(architecture, architectures.from_json(architecture, model, "the run's model"))
+    for name, _ in plain.named_buffers():
+        weights.pop(f"model.{name}", None)  # a folder has none of these: they stay as they begin
     with source:
         keys, known, notes = together(lambda: _match(source, weights, architecture, model), group)
         everyone: list[Any] = [known]
