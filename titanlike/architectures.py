@@ -62,7 +62,7 @@ def resolve(name: str) -> Architecture:
         if model_class is None:
             raise UserError(f"model.architecture {name!r}: the module {module_name!r} has no class {class_name!r}")
     else:
-        module = importlib.import_module(f"models.{name}") if name in built_in() else None
+        module = importlib.import_module(f"models.{name}") if name in _modules() else None
         model_class = getattr(module, "ARCHITECTURE", None)
         if model_class is None:
             raise UserError(
@@ -192,7 +192,11 @@ def plain_model(name: str, config: typing.Any) -> typing.Any:
 
 
 def built_in() -> list[str]:
-    """The names of the architectures that come with titanlike."""
+    """The names of the architectures that come with titanlike: modules of `models` with an ARCHITECTURE."""
+    return [name for name in _modules() if hasattr(importlib.import_module(f"models.{name}"), "ARCHITECTURE")]
+
+
+def _modules() -> list[str]:
     import models
 
     return [info.name for info in pkgutil.iter_modules(models.__path__)]

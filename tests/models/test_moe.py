@@ -160,7 +160,7 @@ def test_balance_loss_is_the_formula() -> None:
     assert context.routing is not None
     terms = []
     for where in context.routing.values():
-        share = torch.stack([(where.chosen == e).sum() for e in range(6)]) / TOKENS.numel()
+        share = torch.stack([(where.chosen == e).double().sum() for e in range(6)]) / TOKENS.numel()
         terms.append(6 * (share * where.logits.softmax(-1).mean((0, 1))).sum())
     loss = model.auxiliary_loss(context, TOKENS.numel(), model.auxiliary_sums(context))
     torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-12, atol=0)
