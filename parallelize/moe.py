@@ -127,6 +127,8 @@ def _from_qwen3(config: dict[str, Any]) -> dict[str, Any]:
         **{"num_key_value_heads": 4, "head_dim": config["hidden_size"] // heads, "max_position_embeddings": 32768},
         **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "attention_bias": False},
     }
+    # The published models have num_experts; transformers 5 writes num_local_experts.
+    config = {"num_experts": config.get("num_local_experts")} | config
     names = {
         **{"ffn_dim": "moe_intermediate_size", "n_experts": "num_experts", "top_k": "num_experts_per_tok"},
         **{"renormalize": "norm_topk_prob", "attention_bias": "attention_bias"},

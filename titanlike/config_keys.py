@@ -96,8 +96,9 @@ def nearest(path: str, candidates: Iterable[str]) -> str:
         if not section:
             # Only a name was given: prefer a top-level name, then a key of that name anywhere.
             return similarity(leaf, other_leaf) - (0.01 if other_section else 0.0)
-        # What is exactly right, the name more than the section, is hardly ever the part that was mistyped.
-        exact = 0.3 * (leaf == other_leaf) + 0.1 * (section == other_section)
+        # What is exactly right, the name more than the section, is hardly ever the part that was mistyped; less so a
+        # name of two letters, which a typo makes of another one (eps, ep).
+        exact = 0.1 * min(len(leaf), 3) * (leaf == other_leaf) + 0.1 * (section == other_section)
         # Sections less alike than a typo makes them are equally far: the first of them in the config's order it is.
         near = similarity(section, other_section)
         return 0.7 * similarity(leaf, other_leaf) + 0.3 * (near if near >= 0.6 else 0.0) + exact

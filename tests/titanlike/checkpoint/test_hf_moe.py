@@ -102,11 +102,11 @@ def test_there_and_back_over_training_steps(kind: str, tmp_path: Path) -> None:
     """Started from their folder on ep 2, trained, exported: transformers reads it, and has the checkpoint's logits."""
     theirs(kind).save_pretrained(tmp_path / "hf")
     lines = import_hf(tmp_path / "hf", tmp_path / "weights")
-    model = tomli.loads("\n".join(lines[1:]))["model"]
+    model = {f"model.{key}": value for key, value in tomli.loads("\n".join(lines[1:]))["model"].items()}
     config = load_config(
         None,
         {
-            **{"model": model, "run.dir": str(tmp_path), "run.name": "run", "run.device": "cpu", "data.source": "text"},
+            **{**model, "run.dir": str(tmp_path), "run.name": "run", "run.device": "cpu", "data.source": "text"},
             **{"data.paths": [str(text_file(tmp_path))], "metrics.tensorboard": False, "train.steps": 2},
             **{"train.seq_len": 16, "train.global_batch_size": 4, "mesh.ep": 2, "validation.samples": 4},
             **{"checkpoint.init_from": str(tmp_path / "hf")},
