@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.titanlike.runs import checkpoint, columns, digest, run_on, tiny
+from tests.titanlike.runs import checkpoint, columns, run_on, tiny
 from titanlike.config import load_config
 from titanlike.config_combinations import check
 from titanlike.errors import UserError
@@ -45,14 +45,14 @@ def test_saved_on_ep_4_and_gone_on_with_on_tp_2(tmp_path: Path) -> None:
 
 
 def test_the_same_state_has_the_same_digest_on_every_mesh(tmp_path: Path) -> None:
-    """No step in between, so the bits are the same: initial weights, zero moments, biases."""
-    for name, ranks, mesh in (("one", 1, {}), ("ep", 4, EP4), ("tp", 2, {"mesh.tp": 2})):
-        run_on(ranks, tmp_path / name, **MOE, **mesh, **{"train.steps": 1, "optimizer.lr": 0.0, "model.bias_rate": 0.0})
-    assert digest(tmp_path / "ep", 1) != "" and len({weights_digest(tmp_path / n) for n in ("one", "ep", "tp")}) == 1
+    """A step of size 0, and the biases move by the loads alone, so the bits are the same."""
+    for name, ranks, mesh in (("tp", 2, {"mesh.tp": 2}), ("ep", 4, EP4)):
+        run_on(ranks, tmp_path / name, **MOE | mesh | {"train.steps": 1, "optimizer.lr": 0.0})
+    assert weights_digest(tmp_path / "ep") == weights_digest(tmp_path / "tp")
 
 
 def weights_digest(run_dir: Path) -> str:
-    """Of the weights of step 1 alone: moments differ by rounding."""
+    """Of the weights and biases of step 1: moments differ by rounding."""
     content = json.loads((checkpoint(run_dir, 1) / "tensors.json").read_text())
     return json.dumps({n: t["digest"] for n, t in content["tensors"].items() if n.startswith("model.")}, sort_keys=True)
 

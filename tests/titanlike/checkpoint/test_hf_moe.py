@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     **{"bos_token_id": 256, "eos_token_id": 256, "tie_word_embeddings": False},
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "Mixtral": {"intermediate_size": 48, "num_local_experts": 5},
+    "Mixtral": {"intermediate_size": 48, "num_local_experts": 6},
     "Qwen3Moe": {"moe_intermediate_size": 24, "num_experts": 6, "head_dim": 12, "norm_topk_prob": True},
     "Qwen3Moe, weights as they are": {"moe_intermediate_size": 24, "num_experts": 6, "norm_topk_prob": False},
 }
