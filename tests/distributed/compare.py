@@ -56,13 +56,13 @@ class Case:
     pp: int = 1
     dp: int = 1
     tp: int = 1
-    ep: int = 1
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     vocab: int = VOCAB
     steps: int = 3
     labels: str = "uneven"
     """uneven: a different part of each row is masked, whole rows too; one: one valid label in the whole batch; none:
     no valid label in the second batch; all: no mask"""
+    ep: int = 1
     documents: bool = False
     """several documents in each row, with positions that start anew and leave some out"""
 
@@ -88,7 +88,7 @@ def case(pp: int = 1, dp: int = 1, tp: int = 1, ep: int = 1, **changes: Any) -> 
     own = {f.name for f in dataclasses.fields(Case)}
     fields = {name: value for name, value in changes.items() if name in own}
     keys = {name.replace("__", "."): value for name, value in changes.items() if name not in own}
-    return Case(pp, dp, tp, ep, keys, **fields)
+    return Case(pp, dp, tp, keys, ep=ep, **fields)
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Whole runs of a mixture of experts: saved on one mesh, gone on with on another; text from its checkpoints; refusals."""
+"""Whole runs of a mixture of experts: saved on one mesh, gone on with on another; text of its checkpoints; refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_same_state_has_the_same_digest_on_every_mesh(tmp_path: Path) -> Non
 def weights_digest(run_dir: Path) -> str:
     """Of the weights and biases of step 1: moments differ by rounding."""
     content = json.loads((checkpoint(run_dir, 1) / "tensors.json").read_text())
-    return json.dumps({n: t["digest"] for n, t in content["tensors"].items() if n.startswith("model.")}, sort_keys=True)
+    return json.dumps({n: t["digest"] for n, t in content.items() if n.startswith("model.")}, sort_keys=True)
 
 
 def _text(path: Path, *more: str) -> list[list[int]]:

@@ -41,15 +41,15 @@ def norms_not_reduced_over_tp(trainer: Any) -> None:
     for bucket in trainer.zero.buckets:
         if bucket.replicated_over_tp:
             reduce = bucket.finish_reduce
-            bucket.finish_reduce = lambda _tp_group, reduce=reduce: reduce(None)
+            bucket.finish_reduce = lambda _tp_group, waiting, reduce=reduce: reduce(None, waiting)
 
 
 def norms_reduced_twice_over_tp(trainer: Any) -> None:
     for bucket in trainer.zero.buckets:
         if bucket.replicated_over_tp:
 
-            def twice(tp_group: Any, bucket: Any = bucket, reduce: Any = bucket.finish_reduce) -> None:
-                reduce(tp_group)
+            def twice(tp_group: Any, waiting: Any, bucket: Any = bucket, reduce: Any = bucket.finish_reduce) -> None:
+                reduce(tp_group, waiting)
                 dist.all_reduce(bucket.grad_shard, group=tp_group)
 
             bucket.finish_reduce = twice
