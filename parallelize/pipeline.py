@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ SCHEDULES = {
     "zbv": ("ZBVZeroBubble", 2, True),
     "dualpipev": ("DualPipeV", 2, True),
 }
+
+
+def _no_error(record: logging.LogRecord) -> bool:
+    """When a stage raises, torch logs the whole schedule, a hundred lines on each rank, above the error itself."""
+    return record.levelno != logging.ERROR
 
 
 def split_layers(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
@@ -262,6 +268,8 @@ def build_schedule(
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
+
+    logging.getLogger("torch.distributed.pipelining.schedules").addFilter(_no_error)
 
     class ReportingStage(PipelineStage):
         """Tells when the weight gradients of a microbatch are complete."""

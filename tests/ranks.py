@@ -435,13 +435,20 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launching(argv: Sequence[str | Path], nproc: int, env: Mapping[str, str] | None = None) -> Generator[Launched]:
+def launching(
+    argv: Sequence[str | Path],
+    nproc: int,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = ("--standalone", "--local-addr", "127.0.0.1"),
+    prefix: Sequence[str] = (),
+) -> Generator[Launched]:
     """Start `argv` (a script and its arguments) under torchrun in the repository's root, and go on beside it.
 
-    `env` is added to the environment. At the end of the block everything that still runs is killed.
+    `options` are torchrun's own; `prefix` is a command that runs another, before all of it. `env` is added to the
+    environment. At the end of the block everything that still runs is killed.
     """
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options]
     command += ["--nproc-per-node", str(nproc), *map(str, argv)]
     environment = {
         **os.environ,

@@ -60,6 +60,14 @@ class RunConfig(Section):
     """Classes with code of your own that is called at fixed points of the run (docs/hooks.md), as import paths:
     package.module:Class."""
 
+    hang_timeout: float = Field(300.0, ge=0)
+    """Seconds without progress on any rank, or without an answer of one, after which the job ends and the rank that it
+    waits for is named (docs/faults.md). 0: never."""
+
+    debug_collectives: bool = False
+    """Let the ranks compare every collective before they run it, and end with an error where they differ: slow, for
+    finding a fault."""
+
 
 class ModelConfig(Section, extra="allow"):
     """The model: an architecture, and its sizes or a preset."""

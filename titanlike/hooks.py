@@ -80,12 +80,14 @@ class Hooks:
             if method is None:
                 continue
             where = f"the hook {path} failed in {point}" + ("" if step is None else f" of step {step}")
+            run.watch.phase(f"the hook {path} {point}")
             try:
                 method(run, *(() if step is None else (step,)), *arguments)
             except UserError as error:
                 raise type(error)(f"{where}: {error}") from error
             except Exception as error:
                 raise HookError(f"{where} on rank {run.mesh.rank}: {type(error).__name__}: {error}") from error
+            run.watch.phase("other")
 
 
 def _make(path: str, config: Config) -> Any:

@@ -41,13 +41,16 @@ def pick_device(name: str = "auto") -> torch.device:
     return device
 
 
-def init_distributed(device: torch.device, timeout_s: float = 600.0) -> None:
+def init_distributed(device: torch.device, timeout_s: float = 600.0, debug: bool = False) -> None:
     """Join the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Without a launcher, a group of one.
 
+    With `debug`, ranks compare each collective before they run it, and raise where they differ.
     Raises the store's error if the other ranks do not come within `timeout_s` seconds.
     """
     if dist.is_initialized():
         return
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     device_id = device if device.type == "cuda" else None

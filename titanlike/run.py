@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlike import __version__
+from titanlike import __version__, out_of_memory
 from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
 from titanlike.checkpoint.loading import together
 from titanlike.config import Config, write_resolved
@@ -41,11 +41,12 @@ from titanlike.metrics.timers import Timers
 from titanlike.metrics.waits import waits
 from titanlike.profiler import Profiler
 from titanlike.recovery import end_run, roll_back, tell_bad_step
-from titanlike.run_folder import run_folder
+from titanlike.run_folder import check_shared, run_folder
 from titanlike.sample import sample
 from titanlike.startup import tables, throughput
 from titanlike.tables import check_architecture
 from titanlike.trainer import StepResult, Trainer
+from titanlike.watchdog import Watchdog, put_away, record_collectives
 
 SAMPLE_TOKENS = 200
 
@@ -70,17 +71,31 @@ def train(config: Config) -> None:
         device = pick_device(config.run.device)
 
         stop = StopSignal().install()
+        watch = Watchdog(config.run.hang_timeout, config.run_dir / "hang")
+        if rank == 0:
+            put_away(watch.folder)
+        if config.run.hang_timeout > 0:
+            record_collectives()
         try:
-            init_distributed(device)
+            init_distributed(device, max(600.0, 2 * config.run.hang_timeout), config.run.debug_collectives)
+            watch.start()
+            check_shared(config.run_dir)
             mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device, config.mesh.ep)
             times.done("process_group")
             trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
             with Metrics(config.metrics, config.run_dir, config.train.steps, mesh.is_main) as metrics:
                 metrics.tables(tables(config, trainer, data))
                 checkpointer = Checkpointer(config.checkpoint, config.run_dir, device, say=metrics.message, stop=stop)
-                Run(config, trainer, data, metrics, checkpointer, hooks, times).loop()
+                Run(config, trainer, data, metrics, checkpointer, hooks, watch, times).loop()
+                watch.phase("the end")
                 checkpointer.close()
+        except (RuntimeError, MemoryError) as error:
+            told = out_of_memory.told(error, config, world, data.tokenizer.vocab_size, f"{watch.where} on rank {rank}")
+            if told is not None:
+                raise told from error
+            raise
         finally:
+            watch.stop()
             stop.restore()  # from here on a signal ends the process, also one that waits to print its error
 
 
@@ -95,6 +110,7 @@ class Run:
         metrics: Metrics,
         checkpointer: Checkpointer,
         hooks: Hooks,
+        watch: Watchdog,
         times: StartupTimes,
     ) -> None:
         self.config = config
@@ -104,6 +120,7 @@ class Run:
         self.metrics = metrics
         self.checkpointer = checkpointer
         self.hooks = hooks
+        self.watch = watch
         self.guard = Guard(config.guard)
         self.verdict: Verdict | None = None
         """on the step under way"""
@@ -130,6 +147,8 @@ class Run:
         """Resume if there is something to resume, then take steps until the last one or until asked to stop."""
         config, trainer, metrics = self.config, self.trainer, self.metrics
         trainer.timers = self.timers
+        self.timers.on_border = self.watch.phase
+        trainer.alive = self.watch.alive
         trainer.before_update = self.before_update
         self.start()
         steps = config.train.steps
@@ -149,6 +168,7 @@ class Run:
         self.timers.start()
         while trainer.step_count < steps:
             step = trainer.step_count + 1
+            self.watch.step(step)
             if self.profiler is not None:
                 self.profiler.before_step(step)
             with self.timers.phase("data"):
@@ -217,6 +237,7 @@ class Run:
         if self.profiler is not None:
             self.profiler.close()
         if trainer.step_count >= steps:
+            self.watch.phase("the sample at the end")
             self.finish()
         self.hooks("on_end", self)
 
@@ -412,7 +433,8 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The keys of two configs (as JSON) that differ, "train.steps 10 -> 20", but for those that change nothing in the
     run itself: where it lives, what it writes, and the mesh, which is told by its degrees."""
     old, new = flattened(before), flattened(now)
-    aside = ("run.dir", "run.name", "checkpoint.", "metrics.", "profile.", "mesh.")
+    aside = ("run.dir", "run.name", "run.hang_timeout", "run.debug_collectives")
+    aside += ("checkpoint.", "metrics.", "profile.", "mesh.")
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
         for key in [*new, *(key for key in old if key not in new)]

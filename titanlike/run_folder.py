@@ -35,6 +35,31 @@ def run_folder(folder: Path, rank: int) -> Generator[None]:
         yield
 
 
+def check_shared(folder: Path) -> None:
+    """Raise UserError on all ranks if one of them sees another folder than rank 0. All ranks together, while it is
+    held.
+
+    Otherwise the first save would find out, hours later.
+    """
+    import torch.distributed as dist
+
+    def holder() -> str:
+        if dist.get_rank() == 0:  # which must not open the file again: to close it would give up the lock
+            return _holder()
+        with contextlib.suppress(OSError):
+            return (folder / LOCK).read_text()
+        return ""
+
+    seen: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(seen, holder())
+    others = [rank for rank, text in enumerate(seen) if text != seen[0]]
+    if others:
+        raise UserError(
+            f"the run folder {folder} (run.dir/run.name) is not the same on all ranks: rank {others[0]} does not see "
+            "what rank 0 wrote there; it must be on a file system that all nodes share"
+        )
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Generator[None]:
     """Hold a lock that ends with this process, however it ends, and that its children do not inherit. Where the file
@@ -53,8 +78,12 @@ def _locked(folder: Path) -> Generator[None]:
             ) from None
         except OSError:
             pass
-        else:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+        file.truncate(0)
+        file.write(_holder())
+        file.flush()
         yield
+
+
+def _holder() -> str:
+    """Who holds the folder, as the lock's file says it."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n"

@@ -69,6 +69,8 @@ class Trainer:
         update out"""
         self.timers = Timers(mesh.device.type)
         self.zero.waiting = lambda axis: self.timers.span(f"comm/{axis}")
+        self.alive: Callable[[], object] = lambda: None
+        """called after each microbatch, also of validation: the rank makes progress"""
         self._schedules: dict[int, Any] = {}
         self.auxiliary = self._make_auxiliary()
 
@@ -132,6 +134,7 @@ class Trainer:
                     loss = stage(**self.microbatch(inputs, i))
                     loss.backward()
                     total += loss.detach().sum()
+                    self.alive()
                 return total
             tokens = inputs.pop("x")
             losses: list[Tensor] = []
@@ -232,6 +235,7 @@ class Trainer:
         with self._loss_context(), self.eval_mode():
             for batch in batches:
                 loss += self._forward(batch)
+                self.alive()
                 count += (batch.labels != IGNORE).sum()
         totals = self._totals(loss, count, torch.zeros_like(loss)).tolist()
         return totals[0] / max(totals[1], 1.0), int(totals[1])
@@ -364,6 +368,7 @@ class Trainer:
         return self._schedules[seq_len]
 
     def _after_backward(self, stage: int, done: int) -> None:
+        self.alive()
         self.zero.collect()
         if done == self.accumulation:
             self.zero.reduce_stage(stage)

@@ -144,6 +144,20 @@ def test_two_jobs_do_not_write_to_one_run_folder(tmp_path: Path) -> None:
     assert again.error is None and len(columns(tmp_path / "run")) == 5
 
 
+def _run_in_a_folder_of_its_own(config: Any) -> tuple[str, str] | None:
+    own = config.run.model_copy(update={"name": f"rank{os.environ['RANK']}"})
+    return run(config.model_copy(update={"run": own})).error
+
+
+def test_a_run_folder_that_the_ranks_do_not_share_is_told_at_the_start(tmp_path: Path) -> None:
+    """Symptom: two nodes with local disks train for hours, and the first save fails."""
+    errors = run_ranks(2, _run_in_a_folder_of_its_own, tiny(tmp_path / "run"))
+    for number, error in enumerate(errors):
+        assert error is not None and error[0] == "UserError"
+        assert error[1].startswith(f"the run folder {tmp_path / f'rank{number}'} (run.dir/run.name) is not the same on")
+        assert "rank 1 does not see what rank 0 wrote there" in error[1]
+
+
 # --- numbers that are not finite ---
 
 
@@ -274,6 +288,7 @@ def test_a_rank_that_raises_in_the_middle_of_a_pipeline_schedule_ends_the_job(tm
     assert done.returncode != 0
     assert done.stderr.count("RuntimeError: a bug in the model") == 1
     assert "Connection closed" not in done.stderr, "the other rank spoke too"
+    assert done.stderr.startswith("Traceback"), "torch's table of the schedule stands before the error"
 
 
 @pytest.mark.slow

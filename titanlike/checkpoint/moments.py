@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -46,7 +49,8 @@ class StopSignal:
     """Turns SIGTERM and SIGUSR1 into a wish that the loop reads between steps: finish the step, save, exit 0.
 
     A scheduler sends the first before it kills, and many can send the second some minutes ahead. A second SIGTERM acts
-    as it would have without this. Install from the main thread.
+    as it would have without this, and ends the process even where Python's own handlers cannot run, because the main
+    thread waits in a collective. Install from the main thread.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -55,8 +59,17 @@ class StopSignal:
         self.received: str | None = None
         """The name of the signal that came, or None."""
         self._before: dict[int, object] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._fd_before = -1
 
     def install(self) -> StopSignal:
+        # Python's handlers run between two instructions of the main thread; the number of a signal is written here by
+        # the C handler at once.
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._fd_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forked)
+        threading.Thread(target=self._count, args=(self._pipe[0],), name="signals", daemon=True).start()
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -65,6 +78,26 @@ class StopSignal:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._fd_before)
+            os.write(self._pipe[1], b"\0")
+            os.close(self._pipe[1])  # the thread closes the other end
+            self._pipe = None
+
+    def _forked(self) -> None:
+        """In a child, such as a data worker: its signals are not ours to count."""
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+
+    @staticmethod
+    def _count(pipe: int) -> None:
+        terms = 0
+        while (number := os.read(pipe, 1)) not in (b"\0", b""):
+            terms += number[0] == signal.SIGTERM
+            if terms == 2:
+                print("told to end a second time: ended at once, nothing saved", file=sys.stderr, flush=True)
+                os._exit(128 + signal.SIGTERM)
+        os.close(pipe)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

@@ -54,6 +54,8 @@ class Timers:
             self._clock: _HostClock | _DeviceClock = _HostClock(clock)
         else:
             self._clock = _DeviceClock(make_event or (lambda: _timing_event(device_type)))
+        self.on_border: Callable[[str], object] = lambda name: None
+        """called with the name of the phase that begins, at every border between phases"""
         self._active: list[str] = []
         # Boundaries of the step under way: (mark, the phase that is active from here on).
         self._marks: list[tuple[Any, str]] = [(self._clock.mark(), "other")]
@@ -79,12 +81,15 @@ class Timers:
         assert name in PHASES, f"unknown phase {name}; known: {', '.join(PHASES)}"
         self._active.append(name)
         self._marks.append((self._clock.mark(), name))
+        self.on_border(name)
         try:
             with self._named(name):
                 yield
         finally:
             self._active.pop()
             self._marks.append((self._clock.mark(), self._active[-1] if self._active else "other"))
+        # Not after an exception: then it is worth knowing in which phase it was raised.
+        self.on_border(self._active[-1] if self._active else "other")
 
     def start(self) -> None:
         """Forget the time since the construction or the last step: the next step starts now."""
