@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.errors import UserError
+from titanlike.rendezvous import store_of_this_start
 
 AXES = ("pp", "dp", "tp")
 
@@ -54,7 +55,10 @@ def init_distributed(device: torch.device, timeout_s: float = 600.0, debug: bool
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     device_id = device if device.type == "cuda" else None
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, world = store_of_this_start(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         dist.init_process_group(

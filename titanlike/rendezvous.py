@@ -1,0 +1,50 @@
+"""How ranks meet that torchrun has started again.
+
+torchrun keeps one store for all starts of its ranks (`TORCHELASTIC_USE_AGENT_STORE`, torch 2.13). In it are the
+addresses that the ranks of the start before have left, and a rank that reads one of those before the new one is written
+waits for a process that is gone. So the ranks of a start first agree on a name that no other start has, and keep all
+that they exchange under it. The number of restarts is no such name: each node counts its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+ROUND_TRIP = timedelta(seconds=0.5)
+
+
+def agree(store: Any, rank: int, world_size: int) -> str:
+    """A name for this start, the same on all ranks, though `store` may hold what earlier starts have left.
+
+    A rank says a word of its own, and waits for the answer to that word. Rank 0 answers the words that it finds, also
+    those of ranks that are gone, until every rank has confirmed the name.
+    """
+    if rank != 0:
+        word = uuid.uuid4().hex
+        store.set(f"start/word/{rank}", word)
+        name = store.get(f"start/answer/{word}").decode()
+        store.set(f"start/confirmed/{name}/{rank}", "")
+        return name
+    name = uuid.uuid4().hex
+    for other in range(1, world_size):
+        confirmed = False
+        while not confirmed:
+            word = store.get(f"start/word/{other}").decode()
+            store.set(f"start/answer/{word}", name)
+            try:
+                store.wait([f"start/confirmed/{name}/{other}"], ROUND_TRIP)
+                confirmed = True
+            except dist.DistStoreError:  # that word was of an earlier start
+                pass
+    return name
+
+
+def store_of_this_start(timeout: timedelta) -> tuple[Any, int, int]:
+    """(store, rank, world size) by the environment that torchrun has made."""
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"start/{agree(store, rank, world_size)}", store), rank, world_size
