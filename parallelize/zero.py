@@ -331,12 +331,17 @@ class Zero:
     def sum_of_squares(self) -> Tensor:
         """This rank's part of the squared norm of the gradient sums, a float64 scalar. Each element of the plain
         model's gradient is counted on exactly one rank, so the sum over all ranks is the square of the global norm."""
-        first_tp = self.tp_group is None or self.tp_group.rank() == 0
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].grads.device)
         for bucket in self.buckets:
-            if bucket.counts and (first_tp or not bucket.replicated_over_tp):
+            if self.counts_here(bucket):
                 total += sum_of_squares(bucket.grad_shard)
         return total
+
+    def counts_here(self, bucket: Bucket) -> bool:
+        """Whether this rank is the one that a shard of `bucket` is counted on, where each element of the plain model is
+        to count once: others may hold copies."""
+        first_tp = self.tp_group is None or self.tp_group.rank() == 0
+        return bucket.counts and (first_tp or not bucket.replicated_over_tp)
 
     # -- update ------------------------------------------------------------------------------------------------------
 

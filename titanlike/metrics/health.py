@@ -146,7 +146,7 @@ class Health:
         for name, (bucket, slot) in zero.slots.items():
             shard = zero.shards[name]
             self._before[name] = shard.detach().clone()
-            if self._counts(bucket):
+            if zero.counts_here(bucket):
                 part = part_of(name)
                 self._note_elements("weight", part, shard)
                 self._note_elements("grad", part, slot.own(bucket.grad_shard).double() / count)
@@ -156,13 +156,9 @@ class Health:
         """Look at how far the master weights moved. Not called for a step that is left out."""
         zero = self.trainer.zero
         for name, (bucket, _) in zero.slots.items():
-            if self._counts(bucket):
+            if zero.counts_here(bucket):
                 moved = zero.shards[name].detach() - self._before[name]
                 self._note_elements("update", part_of(name), moved)
-
-    def _counts(self, bucket: Any) -> bool:
-        """Whether this rank's copy is the one that counts: each element of the plain model counts on one rank."""
-        return bucket.counts and (self.mesh.coordinate("tp") == 0 or not bucket.replicated_over_tp)
 
     # -- the numbers -------------------------------------------------------------------------------------------------
 

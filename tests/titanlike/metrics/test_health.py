@@ -14,11 +14,13 @@ from torch import Tensor
 from models.llama import make_context, rotate
 from tests.distributed.compare import Case, batches, case, rows_of, trainer_of
 from tests.ranks import run_ranks
-from tests.titanlike.runs import columns, runs, tiny
+from tests.titanlike.runs import FLOAT64, columns, overrides, run, runs, tiny
+from titanlike.config import load_config
 from titanlike.metrics import files, names
 from titanlike.metrics.health import Health, part_of
 
 Numbers = dict[str, float]
+HEALTH = names.SECTIONS["Health of the model"]
 
 
 def looked(asked: Case, piece: int | None = None) -> list[Numbers]:
@@ -142,6 +144,45 @@ def test_logits_in_pieces_are_the_same_numbers() -> None:
     causal = case(steps=1)
     (whole,), (pieces,) = (run_ranks(1, looked, causal, piece)[0] for piece in (None, 3 * 4 * 8))
     assert pieces == pytest.approx(whole, rel=1e-12)
+
+
+def test_an_architecture_without_attention_has_the_other_numbers(tmp_path: Path) -> None:
+    """Symptom: a KeyError, or an entropy of nothing."""
+    own = {"model.architecture": "tests.titanlike.own_architecture:Own", "model.n_layers": 2, "model.bottleneck": 24}
+    found = []
+    for tp in (1, 2):
+        keys = overrides(tmp_path / f"tp{tp}", **FLOAT64, **{"metrics.health_interval": 1, "train.steps": 1})
+        keys = {name: value for name, value in keys.items() if not name.startswith("model.")}
+        (seen, *_) = run_ranks(tp, run, load_config(None, keys | own | {"mesh.tp": tp}))
+        assert seen.error is None
+        (row,) = files.read_metrics(tmp_path / f"tp{tp}")
+        found.append({name: value for name, value in row.items() if names.find(name) in HEALTH})
+    assert found[1] == pytest.approx(found[0], rel=1e-10)
+    kinds = ("activation_rms", "activation_max", "grad_rms", "grad_max", "weight_rms", "weight_max", "update_ratio")
+    assert {name.split("/")[0] for name in found[0]} == set(kinds)
+    assert {name.split("/")[1] for name in found[0]} == {"layers.0", "layers.1", "embedding", "output"}
+
+
+def test_a_step_that_is_left_out_has_no_update(tmp_path: Path) -> None:
+    (seen,) = run_ranks(
+        1, run, tiny(tmp_path / "run", **{"metrics.health_interval": 1, "guard.nonfinite": "skip"}), _nan
+    )
+    assert seen.error is None
+    by_step = {row["step"]: row for row in files.read_metrics(tmp_path / "run")}
+    for step, row in by_step.items():
+        assert ("update_ratio/output" in row, "skipped" in row) == (step != 2, step == 2)
+        assert math.isnan(row["grad_rms/output"]) == (step == 2) and row["weight_rms/output"] > 0
+
+
+def _nan(trainer: Any, step: int) -> None:
+    """A gradient of step 2 is not a number, after it was reduced."""
+    reduce = type(trainer.zero).finish_reduction
+
+    def finish_reduction() -> None:
+        reduce(trainer.zero)
+        trainer.zero.shards["output.weight"].grad[0, 0] = math.nan
+
+    trainer.zero.finish_reduction = finish_reduction if step == 2 else lambda: reduce(trainer.zero)
 
 
 @pytest.mark.slow
