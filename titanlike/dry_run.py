@@ -32,6 +32,7 @@ from titanlike.metrics.startup_times import StartupTimes
 from titanlike.metrics.tables import format_bytes
 from titanlike.metrics.timers import PHASES, Timers
 from titanlike.startup import tables
+from titanlike.tables import check_architecture
 from titanlike.trainer import Trainer
 
 MEMORY = ("weights", "gradients", "optimizer", "activations")
@@ -46,11 +47,11 @@ def dry_run(config: Config) -> None:
     dp = config.resolved_dp(world)
     Hooks(config)
     data = open_data(config, int(os.environ.get("RANK", "0")) // config.mesh.tp % dp, dp)
-    config.model_config_for(data.tokenizer.vocab_size)
+    check_architecture(config, data.tokenizer.vocab_size)
     times.done("data")
     device = pick_device(config.run.device)
     init_distributed(device)
-    mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device)
+    mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device, config.mesh.ep)
     times.done("process_group")
     trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
     times.done("build")

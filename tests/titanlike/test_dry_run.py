@@ -44,7 +44,7 @@ def dried(config: Any) -> tuple[bool, list[str]]:
         mesh: Mesh = trainer.mesh
         fresh = trainer_class(config, mesh, trainer.built.plain.config.vocab_size)
         same = all(
-            torch.equal(tensor, fresh.zero.boxes()[name][0]) for name, (tensor, _, _) in trainer.zero.boxes().items()
+            torch.equal(tensor, fresh.boxes()[name][0]) for name, (tensor, _, _) in trainer.boxes().items()
         ) and all(
             torch.equal(mine.parameter.data, fresh.zero.slots[name][1].parameter.data)
             for name, (_, mine) in trainer.zero.slots.items()

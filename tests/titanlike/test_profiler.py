@@ -46,7 +46,7 @@ def test_steps_and_ranks_asked_for_are_traced_and_the_run_is_the_same(tmp_path: 
 
 def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
     """Symptom: stopped within the steps of the trace, and nothing is there; or a resume within them is not traced."""
-    keys = {"profile.steps": [2, 5], "checkpoint.interval": 3, "train.steps": 5}
+    keys = {"profile.steps": [2, 5], "checkpoint.interval": 3, "train.steps": 5, "validation.samples": 2}
     run_ranks(1, runs, [tiny(tmp_path / "run", **keys)], _stop_after_3)
     assert folder(tmp_path / "run") == ["steps-2-3-rank-0.json.gz", "steps-2-3-rank-0.txt"]
     run_ranks(1, runs, [tiny(tmp_path / "run", **keys)])

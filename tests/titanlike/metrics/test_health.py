@@ -136,6 +136,17 @@ def test_numbers_are_those_of_a_plain_model_on_one_device(asked: Case) -> None:
                 assert mine[name] == pytest.approx(value, rel=1e-10, abs=1e-13), name
 
 
+def test_experts_are_looked_at_wherever_they_lie() -> None:
+    """Symptom: the RMS of the experts' weights is that of those on rank 0."""
+    moe = {"model__architecture": "moe", "model__n_experts": 4, "model__top_k": 2, "model__balance_loss": 0.3}
+    (one,), (cut,) = (run_ranks(each.world_size, looked, each)[0] for each in (
+        case(**moe, steps=1), case(dp=2, ep=2, **moe, steps=1),
+    ))  # fmt: skip
+    assert cut.keys() == one.keys() and "attention_entropy/layers.1" in one
+    for name, value in one.items():
+        assert cut[name] == pytest.approx(value, rel=1e-10, abs=1e-13), name
+
+
 def test_logits_in_pieces_are_the_same_numbers() -> None:
     """Symptom: out of memory on the first look at long sequences; or the causal mask of a later piece is off."""
     asked = case(documents=True, steps=1)
