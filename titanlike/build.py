@@ -26,7 +26,7 @@ from parallelize.zero import NamedParameter, Zero, local_part
 from titanlike.config import Config, OptimizerConfig
 from titanlike.loss import cross_entropy_sum
 from titanlike.mesh import Mesh
-from titanlike.tables import Tables, tables_of
+from titanlike.tables import Tables, stream_width, tables_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -88,9 +88,16 @@ def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> tor
     return optimizer
 
 
-def group_of(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+def embeddings_of(model: nn.Module) -> set[str]:
+    """The names of the parameters of a model's `nn.Embedding` modules."""
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+
+
+def group_of(
+    config: OptimizerConfig, name: str, shape: tuple[int, ...], is_embedding: bool = False
+) -> tuple[float, float]:
     """(lr_scale, weight_decay) of a parameter: no decay on vectors (norms and biases), and, if asked, on embeddings."""
-    decay = 0.0 if len(shape) < 2 or ("embedding" in name and not config.decay_embeddings) else config.weight_decay
+    decay = 0.0 if len(shape) < 2 or (is_embedding and not config.decay_embeddings) else config.weight_decay
     for group in config.groups:
         if re.search(group.match, name):
             return group.lr_scale, decay if group.weight_decay is None else group.weight_decay
@@ -113,6 +120,8 @@ class Built:
     dtype: torch.dtype
     buffers: dict[str, Tensor]
     """by name: state of this rank's stages that no gradient moves"""
+    width: int
+    """of the residual stream"""
 
 
 @dataclasses.dataclass
@@ -224,6 +233,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
             parameters[i] = dataclasses.replace(
                 named, stage=-1, tied_across=pair, counts=pair is None or mesh.coordinate("pp") == stage_ranks[0]
             )
+    embeddings = embeddings_of(plain)
     zero = Zero(
         parameters,
         dp_group=mesh.group("dp"),
@@ -231,7 +241,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         master_dtype=master_dtype(dtype),
         bucket_bytes=config.optimizer.bucket_mb * 1e6,
         make_optimizer=lambda groups: make_optimizer(config.optimizer, groups),
-        group_of=lambda name, shape: group_of(config.optimizer, name, shape),
+        group_of=lambda name, shape: group_of(config.optimizer, name, shape, name in embeddings),
     )
     for named in parameters:
         shape, local_shape = tuple(named.parameter.shape), local_part(named.parameter).shape
@@ -239,7 +249,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         zero.set_master(named.name, draw_box(plain, config.run.seed, named.name, shape, box, device))
     zero.gather()
     buffers = materialise_buffers(stages, device, master_dtype(dtype))
-    return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers)
+    return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers, stream_width(plain))
 
 
 def materialise(

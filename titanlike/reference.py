@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlike.build import DTYPES, draw_parameter, group_of, master_dtype
+from titanlike.build import DTYPES, draw_parameter, embeddings_of, group_of, master_dtype
 from titanlike.config import Config
 from titanlike.loss import IGNORE
 from titanlike.schedule import lr_factor
@@ -49,12 +49,12 @@ class Reference:
             owner, _, attribute = second.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, self.model.get_parameter(name))
         self.parameters = dict(self.model.named_parameters())
-        groups = []
+        groups, embeddings = [], embeddings_of(self.model)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 shape = tuple(parameter.shape)
                 parameter.copy_(draw_parameter(self.model, config.run.seed, name, shape, device))
-                scale, decay = group_of(config.optimizer, name, shape)
+                scale, decay = group_of(config.optimizer, name, shape, name in embeddings)
                 groups.append({"params": [parameter], "weight_decay": decay, "lr_scale": scale})
         o = config.optimizer
         if o.name == "sgd":

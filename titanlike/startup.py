@@ -41,7 +41,9 @@ def throughput(config: Config, trainer: Trainer) -> Throughput:
 def config_shape(trainer: Trainer) -> Any:
     """The sizes that the FLOP formulas need, of the whole plain model. One without heads has no attention to count."""
     model = trainer.built.plain
-    layers, heads, head_dim = (getattr(model.config, name, 0) for name in ("n_layers", "n_heads", "head_dim"))
+    heads = getattr(model.config, "n_heads", 0)
+    head_dim = getattr(model.config, "head_dim", None) or (trainer.built.width // heads if heads else 0)
+    layers = len(model.layers)
     shape = model_shape(model, layers, heads, head_dim)
     own = tables_of(trainer.config.model.architecture).get("flop_shape")
     return shape if own is None else dataclasses.replace(shape, **own(model))
@@ -55,11 +57,11 @@ def tables(config: Config, trainer: Trainer, data: Any) -> list[Any]:
     memory: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(memory, mine)
     shape = config_shape(trainer)
-    sizes = {
-        name: getattr(model.config, name)
-        for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "n_experts", "top_k", "vocab_size")
-        if hasattr(model.config, name)
-    }
+    usual = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    values = {field.name: getattr(model.config, field.name) for field in dataclasses.fields(model.config)}
+    sizes = {name: values[name] for name in usual if name in values}
+    aside = ("head_dim", "max_seq_len")
+    sizes |= {name: value for name, value in values.items() if type(value) is int and name not in aside}
     pipeline = None
     if mesh.pp > 1:
         stages, schedule = len(trainer.built.stage_ranks), config.pipeline.schedule

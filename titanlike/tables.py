@@ -158,6 +158,18 @@ class Tables:
         return tuple(self.get("HF") or ())
 
 
+def stream_width(plain: Any) -> int:
+    """The width of what blocks hand on, [batch, seq, width], of a whole model on meta."""
+    return _embedded(plain).shape[-1]
+
+
+def _embedded(plain: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return plain.embed(torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+
+
 def _matmul_flops(module: nn.Module) -> float:
     from torch import nn
 
@@ -181,6 +193,6 @@ def _used_by(plain: Any) -> tuple[list[str], list[str]]:
             for handle in handles:
                 handle.remove()
 
-    first, x = called(lambda: plain.embed(torch.zeros(1, 1, dtype=torch.int64, device="meta")))
+    first, x = called(lambda: _embedded(plain))
     last, _ = called(lambda: plain.head(x))
     return first, last

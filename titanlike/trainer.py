@@ -346,7 +346,7 @@ class Trainer:
 
     def _border_shape(self, seq_len: int) -> tuple[int, int, int]:
         split = self.mesh.tp if self.config.mesh.sequence_parallel else 1
-        return self.config.train.microbatch_size, seq_len // split, self.built.plain.config.dim
+        return self.config.train.microbatch_size, seq_len // split, self.built.width
 
     def _schedule(self, seq_len: int) -> Any:
         """torch's pipeline schedule for batches of this length; made once per length, for shapes are fixed in it."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.llama import Llama, LlamaConfig
-from titanlike.build import draw_parameter, generator_for, group_of, make_optimizer
+from titanlike.build import draw_parameter, embeddings_of, generator_for, group_of, make_optimizer
 from titanlike.config import GroupConfig, OptimizerConfig
 
 CPU = torch.device("cpu")
@@ -46,8 +46,20 @@ def test_vectors_are_not_decayed() -> None:
 def test_embeddings_are_decayed_if_asked() -> None:
     for decays in (True, False):
         config = OptimizerConfig(weight_decay=0.1, decay_embeddings=decays)
-        assert group_of(config, "tok_embeddings.weight", (67, 16)) == (1.0, 0.1 if decays else 0.0)
+        assert group_of(config, "tok_embeddings.weight", (67, 16), True) == (1.0, 0.1 if decays else 0.0)
         assert group_of(config, "output.weight", (67, 16)) == (1.0, 0.1)
+
+
+def test_embeddings_are_known_by_their_module() -> None:
+    """Symptom: optimizer.decay_embeddings = false has no effect where the embedding has another name."""
+
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte = torch.nn.Embedding(5, 2)
+            self.embedding_norm = torch.nn.Linear(2, 2)
+
+    assert embeddings_of(Named()) == {"wte.weight"}
 
 
 def test_the_first_group_that_matches_takes_a_parameter() -> None:

@@ -26,7 +26,7 @@ from titanlike.generate.cache import AttentionCache
 from titanlike.generate.packed import PackedLinears
 from titanlike.loss import IGNORE
 from titanlike.mesh import Mesh
-from titanlike.tables import tables_of
+from titanlike.tables import stream_width, tables_of
 
 if TYPE_CHECKING:
     from titanlike.trainer import Trainer
@@ -64,6 +64,7 @@ class InferenceModel:
         self.stage: Stage = parts.stages[0]
         self.layers_per_stage = parts.layers_per_stage
         self.tables = tables
+        self.width = stream_width(self.plain)
         self.stage_ranks = parts.stage_ranks
         self.named: list[NamedParameter] = []
         self.packed: PackedLinears | None = None
@@ -211,7 +212,7 @@ class InferenceModel:
 
     def border(self, rows: int, seq: int) -> Tensor:
         """An empty tensor for hidden states between stages."""
-        return torch.empty(rows, seq, self.config.dim, dtype=self.dtype, device=self.mesh.device)
+        return torch.empty(rows, seq, self.width, dtype=self.dtype, device=self.mesh.device)
 
     def _loss_context(self) -> Any:
         import contextlib

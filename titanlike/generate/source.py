@@ -132,7 +132,7 @@ def _open_hf(folder: Path) -> Source:
         what=f"Hugging Face folder {folder}",
         architecture=found.architecture,
         model_config=architectures.from_json(found.architecture, found.model),
-        trained_length=int(found.model["max_seq_len"]),
+        trained_length=int(found.model.get("max_seq_len") or config.get("max_position_embeddings", 2048)),
         tokenizer=str(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None,
         fingerprint=None,
         end_ids=_end_ids(config, folder / "generation_config.json"),

@@ -32,15 +32,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {**SCALING, "rope_theta": 5000.0, "original_max_position_embeddings": 32},
     },
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 12, "rope_parameters": {"rope_theta": 5000.0}},
 }
 PROMPTS = ["The same text", "x", "A longer prompt than the others: naïve ✓"]
 NEW_TOKENS = 64
 
 
 def _saved(kind: str, folder: Path) -> Any:
-    """A random LlamaForCausalLM, saved by transformers, with the byte tokenizer."""
+    """A random model, saved by transformers, with the byte tokenizer."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **KINDS[kind])).eval()
+    family = "Qwen3" if kind == "qwen3" else "Llama"
+    config = getattr(transformers, f"{family}Config")(**SIZES, **KINDS[kind])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.normal_(1.0 if "norm" in name else 0.0, 0.2)
@@ -86,14 +89,16 @@ def _logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 def _their_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return transformers.LlamaForCausalLM.from_pretrained(path)(tokens).logits
+        return transformers.AutoModelForCausalLM.from_pretrained(path)(tokens).logits
 
 
 def _train_from(folder: Path, out: Path, kind: str) -> Any:
     """Three steps from the weights of a folder; what the rank raised."""
     shape = {"vocab_size": 260, "dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80}
-    shape |= {"max_seq_len": 128, "norm_eps": 1e-6, "tie_embeddings": kind == "tied"}
-    if kind != "tied":
+    shape |= {"max_seq_len": 128, "norm_eps": 1e-6, "tie_embeddings": kind != "untied, scaled"}
+    if kind == "qwen3":
+        shape |= {"architecture": "qwen3", "head_dim": 12, "rope_theta": 5000.0}
+    if kind == "untied, scaled":
         shape |= {"rope_theta": 5000.0, "rope_scaling": {**SCALING, "original_max_position_embeddings": 32}}
         shape["rope_scaling"].pop("rope_type")
     train = {"steps": 3, "global_batch_size": 2, "seq_len": 64}
@@ -129,7 +134,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     after = _their_logits(tmp_path / "out", tokens)
     assert (after - before).abs().max() > 0.1
     torch.testing.assert_close(run_ranks(1, _logits, tmp_path / "run", tokens)[0], after, rtol=1e-4, atol=1e-4)
-    if kind == "tied":
+    if kind != "untied, scaled":
         return  # without a scaling, texts end at the length of the training
     exported = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     again = run_ranks(1, _our_text, tmp_path / "run")[0]

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.llama import PRESETS, Llama, LlamaConfig
+from models.qwen3 import Qwen3, Qwen3Config
 from titanlike.metrics.flops import (
     ModelShape,
     device_name,
@@ -31,11 +32,15 @@ VARIANTS = {
 }
 
 
+QWEN3 = Qwen3Config(vocab_size=70, dim=24, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=10, ffn_dim=40)
+VARIANTS |= {"qwen3": QWEN3, "qwen3, tied": dataclasses.replace(QWEN3, tie_embeddings=True)}
+
+
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("seq_len", [1, 17])
 def test_formula_equals_flop_counter_mode(config: LlamaConfig, seq_len: int) -> None:
     """MFU wrong by a forgotten head, a double-counted embedding or grouped heads (reports against several trainers)."""
-    model, rows = Llama(config), 3
+    model, rows = (Qwen3 if isinstance(config, Qwen3Config) else Llama)(config), 3
     tokens = torch.randint(0, config.vocab_size, (rows, seq_len))
     # The math kernel is made of matmuls that the counter sees; torch does not count the CPU's flash kernel at all.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,0 +1,85 @@
+"""docs/new-architecture.md as written: its files in a package outside the repository, its commands, its error."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "new-architecture.md").read_text(encoding="utf-8")
+
+
+def files() -> dict[str, str]:
+    """The files that the page shows: a block of code after a line that is a name in backquotes."""
+    return dict(re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE))
+
+
+def commands() -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+
+
+def shown_error() -> str:
+    [text] = re.findall(r"^```\n(error: .*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+    return text
+
+
+def write(folder: Path) -> None:
+    for name, content in files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def shell(commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a reader would type them, in the folder that has the package."""
+    environment = os.environ | {
+        "TITANLIKE": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f".{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = ["bash", "-e", "-c", commands]
+    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def test_the_page_shows_three_files() -> None:
+    assert list(files()) == ["my_package/neox.py", "my_package/neox_tables.py", "neox.toml"]
+    assert len(commands()) == 2
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    """Symptom: an architecture of one's own needs a change in titanlike/, or the page shows what does not run."""
+    write(tmp_path)
+    done = shell(commands()[0], tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "model.rotary_dim = 8  (an integer)" in done.stdout
+    assert "Elements of each head that RoPE turns." in done.stdout
+    assert (tmp_path / "runs" / "neox" / "checkpoints" / "step-00000003" / "COMMIT").exists()
+
+
+@pytest.mark.parametrize("command", commands()[1].splitlines())
+def test_the_example_is_the_same_run_on_every_mesh(command: str, tmp_path: Path) -> None:
+    """Symptom: the plan that the page teaches is wrong."""
+    write(tmp_path)
+    done = shell(command, tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_an_incomplete_plan_is_the_error_that_the_page_shows(tmp_path: Path) -> None:
+    write(tmp_path)
+    tables = tmp_path / "my_package" / "neox_tables.py"
+    text = tables.read_text()
+    for right, wrong in (('        "layers.*.ffn_norm": norm,\n', ""), ("feed_forward.w2", "feed_forward.out")):
+        assert right in text
+        text = text.replace(right, wrong)
+    tables.write_text(text)
+    for script in ("verify.py", "train.py"):
+        mesh = "--mesh.tp 2" + (" --mesh.dp 1" if script == "verify.py" else "")
+        done = shell(
+            f"WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 python $TITANLIKE/scripts/{script} --config neox.toml {mesh}", tmp_path
+        )
+        assert (done.returncode, done.stderr, done.stdout) == (2, shown_error(), "")
