@@ -199,7 +199,8 @@ def _offset_of_part(shape: tuple[int, ...], whole: tuple[int, ...], coordinate: 
     dim = cut[0]
     size, part = whole[dim], shape[dim]
     chunk = -(-size // tp)
-    if part == min(chunk, max(0, size - chunk * coordinate)):
+    # A cut that leaves a rank nothing is none that we make: heads of which several ranks have the same one look so.
+    if chunk * (tp - 1) < size and part == min(chunk, size - chunk * coordinate):
         first = min(chunk * coordinate, size)
     elif part and size % part == 0 and tp % (size // part) == 0:  # fewer parts than ranks: some have the same one
         first = coordinate * (size // part) // tp * part
