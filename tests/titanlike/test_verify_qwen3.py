@@ -53,4 +53,4 @@ def forget_the_sum(trainer: Any) -> None:
     for bucket in trainer.zero.buckets:
         if bucket.replicated_over_tp:
             reduce = bucket.finish_reduce
-            bucket.finish_reduce = lambda _tp_group, reduce=reduce: reduce(None)
+            bucket.finish_reduce = lambda _tp_group, waiting, reduce=reduce: reduce(None, waiting)
