@@ -290,6 +290,8 @@ class MoE(Llama):
     """tokens [batch, seq] int64 -> logits [batch, seq, vocab_size]."""
 
     config_class = MoEConfig
+    state_buffers = ("bias",)
+    """buffers that are state of a run, those of the routers: 0 at first"""
     config: MoEConfig  # type: ignore[assignment]
 
     def __init__(self, config: MoEConfig) -> None:

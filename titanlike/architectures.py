@@ -186,6 +186,14 @@ def plain_model(name: str, config: typing.Any) -> typing.Any:
             f"model.architecture {name!r}: {model_class.__name__} must be an nn.Module whose `layers` is an "
             "nn.ModuleDict (docs/new-architecture.md)"
         )
+    state = getattr(model_class, "state_buffers", ())
+    lost = [buffer for buffer, _ in model.named_buffers() if buffer.rpartition(".")[2] not in state]
+    if lost:
+        raise UserError(
+            f"model.architecture {name!r}: the buffers {', '.join(lost[:3])}{', ...' * (len(lost) > 3)} would be 0 in "
+            "a run: compute in context() what depends on positions, and name in `state_buffers` what starts at 0 "
+            "(docs/new-architecture.md)"
+        )
     if getattr(model, "config", None) != config:
         raise UserError(f"model.architecture {name!r}: {model_class.__name__} must keep its config as `self.config`")
     return model

@@ -181,7 +181,18 @@ def test_a_class_that_is_no_model_here_is_told_what_it_lacks(monkeypatch: pytest
             super().__init__(config)
             self.config = None
 
-    define(monkeypatch, "odd", Half=Half, ListOfLayers=ListOfLayers, NoConfig=NoConfig)
+    class Buffers(Own):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for name in ("mask", "inv_freq", "steps"):
+                self.layers["0"].register_buffer(name, torch.ones(3))
+            self.layers["1"].register_buffer("seen", torch.zeros(3))
+
+    classes = {made.__name__: made for made in (Half, ListOfLayers, NoConfig, Buffers)}
+    Named = type("Named", (Buffers,), {"state_buffers": ("mask", "inv_freq", "steps", "seen")})
+    define(monkeypatch, "odd", Named=Named, **classes)
+    assert checked("odd:Named") == ""
+    assert "the buffers layers.0.mask, layers.0.inv_freq, layers.0.steps, ... would be 0" in checked("odd:Buffers")
     assert checked("odd:Half") == (
         "model.architecture 'odd:Half': Half lacks context, init_parameter, tied_parameters (docs/new-architecture.md)"
     )
