@@ -5,6 +5,7 @@ Properties:
 - Gradients of all microbatches are added up in the master dtype (float32, or float64), straight into the layout in
   which they are reduced. Per bucket and step there is one reduce-scatter and one all-gather over dp, however many
   microbatches.
+- Gradients may be sent in a narrower dtype; they are added up in the master dtype all the same.
 - A parameter's shard is rows of its (tensor-parallel) local tensor: an n-d box of the plain tensor. So checkpoints need
   no knowledge of buckets, and a bucket's size can change between runs.
 - Everything is in units of the *sum* of token losses. The division by the number of tokens and the clipping are one
@@ -75,6 +76,12 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> d
     return _reduce_scatter(output, whole, group=group, async_op=True)
 
 
+def exchange(received: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start sending the r-th part of the flat tensor `whole` to rank r; `received` gets one part from each rank, in
+    the order of the ranks. Adding them up makes it a reduce-scatter."""
+    return dist.all_to_all_single(received, whole, group=group, async_op=True)
+
+
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start collecting the flat parts of all ranks of the group into `whole`."""
     return _all_gather(whole, part, group=group, async_op=True)
@@ -124,7 +131,9 @@ class Slot:
 class Bucket:
     """Parameters that are reduced and gathered together."""
 
-    def __init__(self, named: list[NamedParameter], dp_group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, named: list[NamedParameter], dp_group: dist.ProcessGroup, dtype: torch.dtype, comm_dtype: torch.dtype
+    ) -> None:
         self.dp_group = dp_group
         self.dp = dp_group.size()
         self.stage = named[0].stage
@@ -148,6 +157,12 @@ class Bucket:
         self.missing = len(self.slots)
         self.launched = False
         self.work: dist.Work | None = None
+        self.comm_dtype = comm_dtype
+        # An exchange of parts, added up here, sends as many bytes as a reduce-scatter. It is taken where the sum must
+        # not be made in the dtype that is sent, and for CPU tensors, for gloo's own reduce-scatter is an all-reduce:
+        # twice the bytes.
+        self.exchanges = comm_dtype != dtype or first.device.type == "cpu"
+        self.received: Tensor | None = None  # [dp, shard_numel] in the dtype that is sent, while it is under way
 
     def reduce(self) -> None:
         """Start the sum over dp. All dp ranks take part: each gets the sum of its own rows."""
@@ -157,7 +172,11 @@ class Bucket:
                 for view, _ in slot.pieces(self.grads, local_part(slot.parameter)):
                     view.zero_()
             slot.received = False
-        if self.dp > 1:
+        if self.dp > 1 and self.exchanges:
+            sent = self.grads.to(self.comm_dtype)  # kept by the work until it is done
+            self.received = torch.empty_like(sent)
+            self.work = exchange(self.received.view(-1), sent.view(-1), self.dp_group)
+        elif self.dp > 1:
             self.work = reduce_scatter(self.grad_shard, self.grads.view(-1), self.dp_group)
         self.launched = True
         self.missing = len(self.slots)
@@ -168,6 +187,9 @@ class Bucket:
             with waiting("dp"):
                 self.work.wait()
             self.work = None
+        if self.received is not None:
+            add_up(self.received, self.grad_shard)
+            self.received = None
         self.launched = False
         if self.replicated_over_tp and tp_group is not None:
             # Each tp rank saw its own part of the tokens (sequence parallel) or of the heads.
@@ -211,7 +233,8 @@ class Zero:
     """Gradients, master weights, optimizer state and weights of this rank's parameters.
 
     `make_optimizer` gets parameter groups, `[{"params": [...], "names": [...], ...}]` of master shards, and returns a
-    torch optimizer over them; `group_of` gives a parameter's (lr_scale, weight_decay).
+    torch optimizer over them; `group_of` gives a parameter's (lr_scale, weight_decay). Gradients are sent over dp in
+    `comm_dtype`, by default the master dtype.
     """
 
     def __init__(
@@ -221,6 +244,7 @@ class Zero:
         dp_group: dist.ProcessGroup,
         tp_group: dist.ProcessGroup | None,
         master_dtype: torch.dtype,
+        comm_dtype: torch.dtype | None = None,
         bucket_bytes: float,
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         group_of: Callable[[str, tuple[int, ...]], tuple[float, float]],
@@ -230,7 +254,7 @@ class Zero:
         self.master_dtype = master_dtype
         self.waiting: Waiting = lambda _axis: contextlib.nullcontext()
         self.buckets = [
-            Bucket(named, named[0].shared_over or dp_group, master_dtype)
+            Bucket(named, named[0].shared_over or dp_group, master_dtype, comm_dtype or master_dtype)
             for named in fill_buckets(parameters, bucket_bytes, master_dtype)
         ]
         self.slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
@@ -408,6 +432,18 @@ class Zero:
             "master_weights": sum(0 if b.master is None else b.master.nbytes for b in self.buckets),
             "optimizer_states": states,
         }
+
+
+def add_up(parts: Tensor, into: Tensor) -> None:
+    """The sum over dim 0 of `parts` [n, numel], n at least 2, in the dtype of `into` [numel], in the order of the
+    parts."""
+    if parts.dtype == into.dtype:
+        torch.add(parts[0], parts[1], out=into)
+    else:
+        into.copy_(parts[0])
+        into.add_(parts[1])
+    for part in parts[2:]:
+        into.add_(part)
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:

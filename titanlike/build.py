@@ -239,6 +239,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         dp_group=mesh.group("dp"),
         tp_group=mesh.group("tp") if mesh.tp > 1 else None,
         master_dtype=master_dtype(dtype),
+        comm_dtype=torch.bfloat16 if config.optimizer.grad_comm_dtype == "bfloat16" else None,
         bucket_bytes=config.optimizer.bucket_mb * 1e6,
         make_optimizer=lambda groups: make_optimizer(config.optimizer, groups),
         group_of=lambda name, shape: group_of(config.optimizer, name, shape, name in embeddings),

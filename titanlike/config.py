@@ -237,6 +237,10 @@ class OptimizerConfig(Section):
     bucket_mb: float = Field(25.0, gt=0)
     """Megabytes of gradients that are reduced in one collective."""
 
+    grad_comm_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are sent in over dp: bfloat16 halves the bytes and rounds each rank's sum over its microbatches to
+    8 bits. They are added up in float32 in any case. With train.dtype = "float64" they are sent in that."""
+
     groups: list[GroupConfig] = Field([])
     """Exceptions for parameters by name: a list of tables."""
 

@@ -45,6 +45,11 @@ def check(config: Config, world_size: int) -> None:
     _check_model(config)
     if config.mesh.ep > 1:
         _check_experts(config, config.resolved_dp(world_size))
+    if config.train.dtype == "float64" and config.optimizer.grad_comm_dtype == "bfloat16":
+        raise UserError(
+            'optimizer.grad_comm_dtype = "bfloat16" would round the gradients of train.dtype = "float64": leave it '
+            "out, or train in float32 or bfloat16"
+        )
     _check_compile(config)
     if config.mesh.pp > 1:
         _check_pipeline(config, microbatches)

@@ -54,7 +54,8 @@ def count(operations: list[Operation], *names: str) -> int:
     return sum(any(part in name for part in names) for name, _ in operations)
 
 
-REDUCE_SCATTER = ("c10d._reduce_scatter_base_", "c10d.reduce_scatter_")
+# On CPU ranks gradients are reduced by an exchange of parts.
+REDUCE_SCATTER = ("c10d._reduce_scatter_base_", "c10d.reduce_scatter_", "c10d.alltoall_base_")
 ALL_GATHER = ("c10d._allgather_base_", "c10d.allgather_")
 
 

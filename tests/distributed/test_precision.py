@@ -16,8 +16,9 @@ from titanlike.loss import IGNORE
 BF16: dict[str, Any] = {"train__dtype": "bfloat16", "steps": 1, "train__max_grad_norm": 0.0}
 
 
-def expected_sums(asked: Case, dp: int) -> tuple[dict[str, Tensor], Any]:
-    """The float32 sums over dp of the float32 sums over microbatches of the bfloat16 gradients, by a plain model."""
+def expected_sums(asked: Case, dp: int, sent: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Any]:
+    """The float32 sums over dp of the float32 sums over microbatches of the bfloat16 gradients, by a plain model; each
+    sum over microbatches is rounded to `sent` first."""
     from titanlike.build import draw_parameter
 
     config = asked.config()
@@ -42,6 +43,7 @@ def expected_sums(asked: Case, dp: int) -> tuple[dict[str, Tensor], Any]:
                 grad = parameter.grad.float()
                 sums[name] = sums[name] + grad if name in sums else grad
         for name, value in sums.items():
+            value = value.to(sent).float()
             total[name] = total[name] + value if name in total else value
     return total, model
 
@@ -84,6 +86,47 @@ def test_bfloat16_gradients_are_added_up_in_float32(pp: int, dp: int, microbatch
         }
         for name, box in grads.items():
             assert torch.equal(box[0], own_part(total[name], box)), name
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (1, 4), (2, 2)], ids=str)
+def test_gradients_sent_in_bfloat16_are_added_up_in_float32(pp: int, dp: int) -> None:
+    """Symptom: with a narrow communication dtype the gradients of microbatches or of ranks are added up in it too.
+    Equal bit by bit to sums made by hand, each rank's rounded once."""
+    asked = case(pp, dp, 1, **BF16, optimizer__grad_comm_dtype="bfloat16")
+    total, _ = expected_sums(asked, dp, torch.bfloat16)
+    for grads, dtypes in run_ranks(pp * dp, gradient_sums, asked):
+        assert dtypes["gradients"] == {torch.float32}
+        for name, box in grads.items():
+            assert torch.equal(box[0], own_part(total[name], box)), name
+
+
+def test_gradients_sent_in_bfloat16_take_half_the_bytes() -> None:
+    """Symptom: gradients are rounded to a narrow dtype and then sent in the wide one."""
+    sent = {}
+    for dtype in ("float32", "bfloat16"):
+        asked = case(1, 2, 1, steps=1, train__dtype="float32", optimizer__grad_comm_dtype=dtype)
+        sent[dtype] = run_ranks(2, _bytes_exchanged, asked)
+    assert sent["bfloat16"] == [nbytes // 2 for nbytes in sent["float32"]]
+    assert all(sent["float32"])
+
+
+def _bytes_exchanged(asked: Case) -> int:
+    import torch.distributed as dist
+
+    trainer = trainer_of(asked)
+    send, total = dist.all_to_all_single, 0
+
+    def counted(received: Tensor, whole: Tensor, **settings: Any) -> Any:
+        nonlocal total
+        total += whole.nbytes
+        return send(received, whole, **settings)
+
+    dist.all_to_all_single = counted
+    try:
+        trainer.train_step(rows_of(next(batches(asked, trainer.config)), 2, trainer.mesh.coordinate("dp")))
+    finally:
+        dist.all_to_all_single = send
+    return total
 
 
 def test_bfloat16_with_tensor_parallel_is_close_to_one_rank() -> None:

@@ -59,6 +59,15 @@ def test_the_global_batch_must_divide() -> None:
     assert refusal(16) == "train.global_batch_size (8) must be a multiple of dp (16) * train.microbatch_size (1) = 16"
 
 
+def test_float64_gradients_are_not_sent_in_bfloat16() -> None:
+    """Symptom: a run in float64, which is for exact comparisons, is not exact."""
+    sent = {"optimizer__grad_comm_dtype": "bfloat16"}
+    assert refusal(2, train__dtype="float64", **sent).startswith(
+        'optimizer.grad_comm_dtype = "bfloat16" would round the gradients of train.dtype = "float64"'
+    )
+    config(**sent).validate_for(2)
+
+
 # The model under tp.
 
 
