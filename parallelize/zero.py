@@ -76,7 +76,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> d
     return _reduce_scatter(output, whole, group=group, async_op=True)
 
 
-def exchange(received: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def exchange(received: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Start sending the r-th part of the flat tensor `whole` to rank r; `received` gets one part from each rank, in
     the order of the ranks. Adding them up makes it a reduce-scatter."""
     return dist.all_to_all_single(received, whole, group=group, async_op=True)
