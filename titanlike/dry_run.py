@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlike import out_of_memory
 from titanlike.config import Config
 from titanlike.data import open_data
 from titanlike.hooks import Hooks
@@ -44,15 +45,26 @@ def dry_run(config: Config) -> None:
     world, times = world_size(), StartupTimes.of_this_process()
     config.validate_for(world)
     times.done("imports")
-    dp = config.resolved_dp(world)
+    dp, rank = config.resolved_dp(world), int(os.environ.get("RANK", "0"))
     Hooks(config)
-    data = open_data(config, int(os.environ.get("RANK", "0")) // config.mesh.tp % dp, dp)
+    data = open_data(config, rank // config.mesh.tp % dp, dp)
     check_architecture(config, data.tokenizer.vocab_size)
     times.done("data")
     device = pick_device(config.run.device)
     init_distributed(device)
     mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device, config.mesh.ep)
     times.done("process_group")
+    try:
+        _try(config, mesh, data, times)
+    except (RuntimeError, MemoryError) as error:
+        told = out_of_memory.told(error, config, world, data.tokenizer.vocab_size, f"the dry run on rank {rank}")
+        if told is not None:
+            raise told from error
+        raise
+
+
+def _try(config: Config, mesh: Mesh, data: Any, times: StartupTimes) -> None:
+    """Build, take the two steps, and print."""
     trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
     times.done("build")
     console = Console(config.train.steps) if mesh.is_main else None
@@ -70,9 +82,9 @@ def dry_run(config: Config) -> None:
         "weights": held["weights"],
         "gradients": held["gradients"],
         "optimizer": held["master_weights"] + held["optimizer_states"],
-        "activations": grown if device.type == "cpu" else peak,
+        "activations": grown if mesh.device.type == "cpu" else peak,
     }
-    everyone: list[Any] = [None] * world
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (first, second, mine))  # all ranks: each tells its own
     if console is not None:
         console.message("")

@@ -94,6 +94,30 @@ def test_a_run_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert tree(config.run_dir) == before
 
 
+def test_too_little_memory_is_one_sentence_that_says_what_helps(tmp_path: Path) -> None:
+    """It is what a dry run is for."""
+    (said,) = run_ranks(1, _out_of_memory, tiny(tmp_path / "run", **{"train.microbatch_size": 2}))
+    assert said.startswith("out of memory in the dry run on rank 0 (") and "what would help most: " in said
+
+
+def _out_of_memory(config: Any) -> str:
+    import titanlike.dry_run as subject
+    from titanlike.errors import UserError
+
+    class Large(subject.Trainer):
+        def train_step(self, batch: Any) -> Any:
+            return torch.empty(2**55)
+
+    before, subject.Trainer = subject.Trainer, Large  # type: ignore[misc]
+    try:
+        subject.dry_run(config)
+    except UserError as error:
+        return str(error)
+    finally:
+        subject.Trainer = before  # type: ignore[misc]
+    return ""
+
+
 def test_the_command_under_torchrun_ends_with_0(tmp_path: Path) -> None:
     done = launch([*arguments(tmp_path / "run", **{"mesh.pp": 2}), "--dry-run"], 2)
     assert done.returncode == 0, done.stderr
