@@ -3,6 +3,7 @@
 Properties:
 - Hooks are called on every rank, in the order of the list, after the run's own work at that point.
 - What a hook raises ends the run, and the message names the hook, the point and the step.
+- The run's own log is a hook too, the last one: what the user's hooks add to a step is in its line.
 - A method that looks like one of the points and is none (`on_saved`) is an error before the run starts.
 """
 
@@ -71,13 +72,20 @@ class Hooks:
 
     def __init__(self, config: Config) -> None:
         """Import and make all hooks of `run.hooks`. Raises UserError for one that cannot be."""
-        self._hooks = [(path, _make(path, config)) for path in config.run.hooks]
+        self._hooks: list[tuple[str | None, Any]] = [(path, _make(path, config)) for path in config.run.hooks]
+
+    def add(self, hook: Hook) -> None:
+        """Add one of the run's own, called after those that are there. What it raises is raised as it is."""
+        self._hooks.append((None, hook))
 
     def __call__(self, point: str, run: Run, step: int | None = None, *arguments: Any) -> None:
         """Call one point of every hook that has it. Raises HookError, or UserError if that is what a hook raised."""
         for path, hook in self._hooks:
             method = getattr(hook, point, None)
             if method is None:
+                continue
+            if path is None:
+                method(run, *(() if step is None else (step,)), *arguments)
                 continue
             where = f"the hook {path} failed in {point}" + ("" if step is None else f" of step {step}")
             run.watch.phase(f"the hook {path} {point}")

@@ -31,7 +31,7 @@ from titanlike.data import open_data
 from titanlike.errors import UserError, file_errors
 from titanlike.generate.during import Samples
 from titanlike.guard import Guard, Verdict
-from titanlike.hooks import Hooks
+from titanlike.hooks import Hook, Hooks
 from titanlike.mesh import Mesh, init_distributed, pick_device, world_size
 from titanlike.metrics import Metrics
 from titanlike.metrics.health import Health
@@ -99,6 +99,13 @@ def train(config: Config) -> None:
             stop.restore()  # from here on a signal ends the process, also one that waits to print its error
 
 
+class Logging(Hook):
+    """The line of each step in the log: the last of the hooks."""
+
+    def after_step(self, run: Run, step: int, values: dict[str, float]) -> None:
+        run.log(step, values)
+
+
 class Run:
     """The loop and what it carries from step to step."""
 
@@ -120,6 +127,7 @@ class Run:
         self.metrics = metrics
         self.checkpointer = checkpointer
         self.hooks = hooks
+        hooks.add(Logging(config))
         self.watch = watch
         self.guard = Guard(config.guard)
         self.verdict: Verdict | None = None
@@ -219,10 +227,9 @@ class Run:
             times = self.timers.end_step()
             values |= times | self.throughput.values(times.get("step_time_s", 0.0))
             values |= waits(self.timers.spans, self.mesh)
+            # Logged, by the last of the hooks, before it is saved: a run that dies in between logs the step again,
+            # rather than never. So the time of a save is part of the next step's.
             self.hooks("after_step", self, step, values)
-            # Logged before it is saved: a run that dies in between logs the step again, rather than never. So the time
-            # of a save is part of the next step's.
-            self.log(step, values)
             if self.profiler is not None and (written := self.profiler.after_step(step, values)):
                 metrics.message(written)
             interval = config.checkpoint.digest_interval
