@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from models.moe import PRESETS
 from tests.ranks import run_ranks
 from tests.titanlike.runs import checkpoint, columns, run_on, tiny
 from titanlike.config import load_config
@@ -92,6 +93,25 @@ def test_verify_tells_a_mesh_of_experts_is_the_same_run(tmp_path: Path) -> None:
     report = verify(config)
     assert report.same, report
     assert report.mesh == {"pp": 1, "dp": 2, "tp": 1, "ep": 2}
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "pp 2": {"mesh.pp": 2},
+    "dp 2": {"mesh.dp": 2},
+    "tp 2": {"mesh.tp": 2},
+    "ep 2": {"mesh.dp": 2, "mesh.ep": 2},
+    "ep 4": {"mesh.dp": 4, "mesh.ep": 4},
+    "pp 2, dp 2, ep 2, tp 2": {"mesh.pp": 2, "mesh.dp": 2, "mesh.ep": 2, "mesh.tp": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_every_preset_is_the_same_run_on_every_mesh(preset: str, mesh: str) -> None:
+    keys = {"model.architecture": "moe", "model.preset": preset, "train.global_batch_size": 16, "data.source": "text"}
+    report = verify(load_config(None, keys | MESHES[mesh]))
+    assert report.same, [(check.key, check.error) for check in report.checks if not check.same]
 
 
 def _drop_an_expert(trainer: Any) -> None:

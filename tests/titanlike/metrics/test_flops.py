@@ -49,6 +49,41 @@ def test_formula_equals_flop_counter_mode(config: LlamaConfig, seq_len: int) -> 
     assert counter.get_total_flops() == flops_per_token(shape, seq_len).matmul * rows * seq_len
 
 
+def test_formula_of_experts_equals_flop_counter_mode() -> None:
+    """MFU over 1 for a mixture of experts, all of whose experts are counted for each token."""
+    from models.grouped import grouped_outer, grouped_product
+    from models.moe import MoE, MoEConfig
+    from parallelize.moe import flop_shape
+
+    def flops(x: tuple[int, ...], weight: tuple[int, ...], *_: object, **__: object) -> int:
+        return 2 * x[0] * x[1] * weight[-1]  # rows x in x out, and likewise for the outer products
+
+    config = MoEConfig(
+        vocab_size=70, dim=24, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=40, n_experts=6, top_k=2, n_shared_experts=1
+    )
+    model, rows, seq_len = MoE(config), 3, 17
+    tokens = torch.randint(0, config.vocab_size, (rows, seq_len))
+    counted = {op._opoverload.overloadpacket: flops for op in (grouped_product, grouped_outer)}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        model(tokens).sum().backward()
+    shape = model_shape(model, config.n_layers, config.n_heads, config.head_dim or 0)
+    shape = dataclasses.replace(shape, **flop_shape(model))
+    assert counter.get_total_flops() == flops_per_token(shape, seq_len).matmul * rows * seq_len
+    expert = 3 * 24 * 40
+    assert shape.active_parameters == shape.parameters - 3 * 4 * expert
+
+
+def test_active_parameters_of_published_shapes() -> None:
+    """Mixtral 8x7B: 46.7B, of which 12.9B; Qwen3-30B-A3B: 30.5B, of which 3.3B."""
+    from models.moe import PRESETS as MOE
+    from models.moe import MoE
+    from parallelize.moe import flop_shape
+
+    with torch.device("meta"):
+        active = {name: flop_shape(MoE(MOE[name]))["active_parameters"] for name in ("mixtral-8x7b", "qwen3-30b-a3b")}
+    assert active == {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704}
+
+
 def test_conventions_differ_by_what_they_say() -> None:
     shape = ModelShape(1000, embedding_parameters=200, matmul_parameters=790, layers=2, heads=3, head_dim=5)
     flops = flops_per_token(shape, seq_len=7)
