@@ -28,7 +28,9 @@ MESHES = {
     "dp 2": case(dp=2, **MOE),
     "dp 2, one microbatch": case(dp=2, **MOE, train__microbatch_size=4),
     "tp 2": case(tp=2, **MOE, **SHARED),
-    "tp 2, all-reduce": case(tp=2, **MOE, **SHARED, mesh__sequence_parallel=False),
+    "tp 2, all-reduce": case(
+        tp=2, **MOE, **SHARED, mesh__sequence_parallel=False, model__ffn_dim=25, model__qk_norm=True
+    ),
     "pp 2": case(pp=2, **MOE, model__balance_over="model"),
     "ep 2": case(dp=2, ep=2, **MOE),
     "ep 2, more experts than tokens": case(dp=2, ep=2, **MOE | {"model__n_experts": 32}),
@@ -46,6 +48,7 @@ SLOW = {
     "pp 2, dp 2, ep 2, tp 2": case(pp=2, dp=2, ep=2, tp=2, **MOE, **SHARED, model__balance_over="model"),
     "pp 2, dp 4, ep 2": case(pp=2, dp=4, ep=2, **MOE, model__capacity_factor=1.0),
     "ep 8": case(dp=8, ep=8, **MOE | {"model__n_experts": 8}),
+    "pp 2, dp 2, ep 2, in a V": case(pp=2, dp=2, ep=2, **MOE, model__n_layers=4, pipeline__schedule="zbv"),
     "compiled": case(**MOE, compile__enable=True),
     "compiled by block, tp 2": case(tp=2, **MOE, **SHARED, compile__enable=True, compile__scope="block"),
     "compiled, dp 2, tp 2": case(dp=2, tp=2, **MOE, **SHARED, compile__enable=True),
