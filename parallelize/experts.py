@@ -4,10 +4,7 @@
 travel to the rank that has the expert and back, by all-to-all; everything else is data parallel as ever.
 
 Properties:
-- A rank computes an expert's rows in the order of the sending ranks, and of the tokens on each: that of one rank with
-  all these tokens. So ep changes results by rounding alone.
-- Any number of rows may go to an expert, none too. Every expert takes part in each backward, so that the collectives of
-  all ranks match.
+- ep changes results by rounding alone, and any number of tokens may go to an expert (parallelize/exchange.py).
 - Under tp every rank sees all tokens of its dp coordinate and has a part of each expert's hidden units, as in a dense
   feed-forward: one all-gather enters, one reduce-scatter leaves. Routing is the same on all tp ranks. Gradients of the
   router are partial sums over tp, as those of everything that a partial output flows back to.
@@ -26,65 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from models.grouped import take_rows
-from models.moe import Routing, combine, order_by_expert, route, run_experts, swiglu
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: `send[r]` rows go to rank r of the group, `receive[r]` come from it. The ranks of ep take
-    part, in forward and backward alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes = (send, receive)
-        ctx.group = group
-        return _all_to_all(x, receive, send, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        receive, send = ctx.sizes
-        return _all_to_all(grad, receive, send, ctx.group), None, None, None
-
-
-def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-    return out
-
-
-def exchange(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of x [sum(send), ...] to the ranks of the group, in their order, and theirs here [sum(receive), ...]."""
-    out: Tensor = _Exchange.apply(x, receive, send, group)  # type: ignore[assignment]
-    return out
-
-
-def run_spread_experts(
-    x: Tensor, routing: Routing, w1: Tensor, w2: Tensor, w3: Tensor, group: dist.ProcessGroup
-) -> Tensor:
-    """As models.moe.run_experts, with the weights of this rank's experts: those of ep rank r come r-th. All ranks of
-    the ep group call it together."""
-    ep, here = group.size(), w1.shape[0]
-    order = order_by_expert(routing.experts, ep * here)
-    rows = take_rows(x, order.pairs, order.places, each=routing.experts.shape[1])  # sorted by expert, and so by rank
-    counts = order.counts.view(ep, here)  # [to rank, expert there]
-    arriving = torch.empty_like(counts)  # [from rank, expert here]
-    dist.all_to_all_single(arriving, counts, group=group)  # the ranks of ep: how many rows will come
-    send, receive = counts.sum(1).tolist(), arriving.sum(1).tolist()
-    kept = sum(send)
-    got = exchange(rows[:kept], receive, send, group)
-
-    experts = torch.arange(here, device=x.device).repeat(ep).repeat_interleave(arriving.flatten())
-    take = experts.argsort(stable=True)  # by expert, then as they came
-    back = torch.empty_like(take).scatter_(0, take, torch.arange(take.numel(), device=x.device))
-    y = take_rows(swiglu(take_rows(got, take, back), arriving.sum(0), w1, w2, w3), back, take)
-
-    y = exchange(y, send, receive, group)
-    if routing.limited:
-        y = F.pad(y, (0, 0, 0, rows.shape[0] - kept))  # what was dropped brings nothing
-    return combine(y, order, routing.weights)
-
-
-# -- on modules --------------------------------------------------------------------------------------------------------
+from models.moe import Routing, route, run_experts
+from parallelize import exchange
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -92,10 +32,15 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _experts(
-    module: Any, tp_mesh: DeviceMesh | None, group: dist.ProcessGroup | None, x: Tensor, routing: Routing
+    module: Any, tp_mesh: DeviceMesh | None, group: dist.ProcessGroup | None, name: str, x: Tensor, routing: Routing
 ) -> Tensor:
     weights = _local(module.w1), _local(module.w2), _local(module.w3)
-    out = run_experts(x, routing, *weights) if group is None else run_spread_experts(x, routing, *weights, group)
+    if group is None:
+        out = run_experts(x, routing, *weights)
+    elif torch.compiler.is_compiling():
+        out = exchange.spread_experts(x, routing.experts, routing.weights, *weights, name)
+    else:
+        out = exchange.run_spread_experts(x, routing.experts, routing.weights, *weights, group)
     return out if tp_mesh is None else DTensor.from_local(out, tp_mesh, [Partial()], run_check=False)
 
 
@@ -116,7 +61,8 @@ def spread_experts(module: nn.Module, expert_mesh: DeviceMesh) -> None:
             local, expert_mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         setattr(module, name, nn.Parameter(cut))
-    module.forward = partial(_experts, module, tp_mesh, expert_mesh.get_group(0))  # type: ignore[method-assign]
+    group = expert_mesh.get_group(0)
+    module.forward = partial(_experts, module, tp_mesh, group, exchange.name_of(group))  # type: ignore[method-assign]
 
 
 class TokensToExperts(ParallelStyle):
@@ -163,7 +109,7 @@ class HiddenOfExperts(ParallelStyle):
         for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
             weight = distribute_tensor(getattr(module, name), device_mesh, [Shard(dim)], src_data_rank=None)
             setattr(module, name, nn.Parameter(weight))
-        module.forward = partial(_experts, module, device_mesh, None)  # type: ignore[method-assign]
+        module.forward = partial(_experts, module, device_mesh, None, "")  # type: ignore[method-assign]
         return module
 
 

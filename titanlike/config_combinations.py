@@ -125,11 +125,6 @@ def _check_experts(config: Config, dp: int) -> None:
         raise UserError(f"mesh.ep ({ep}) must be a factor of mesh.dp ({dp}): dp ranks share out the experts")
     if experts % ep:
         raise UserError(f"mesh.ep ({ep}) must divide model.n_experts ({experts}): each rank holds as many")
-    if config.compile.enable:
-        raise UserError(
-            "compile.enable = true cannot run with mesh.ep > 1, because how many tokens go to each rank is known when "
-            "they are routed only, and a graph has fixed shapes: use mesh.ep = 1, or do not compile"
-        )
 
 
 def _check_compile(config: Config) -> None:

@@ -78,7 +78,6 @@ def test_text_from_a_checkpoint_of_ep_is_the_same_on_every_mesh(tmp_path: Path) 
     [
         ({"mesh.ep": 2, "mesh.tp": 2}, 2, r"mesh.ep \(2\) must be a factor of mesh.dp \(1\)"),
         ({"mesh.ep": 3}, 6, r"mesh.ep \(3\) must divide model.n_experts \(8\)"),
-        ({"mesh.ep": 2, "compile.enable": True}, 2, "compile.enable = true cannot run with mesh.ep > 1"),
         ({"mesh.ep": 2, "model.architecture": "llama"}, 2, "mesh.ep has no effect"),
     ],
 )
@@ -109,7 +108,7 @@ MESHES: dict[str, dict[str, int]] = {
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_every_preset_is_the_same_run_on_every_mesh(preset: str, mesh: str) -> None:
-    keys = {"model.architecture": "moe", "model.preset": preset, "train.global_batch_size": 16, "data.source": "text"}
+    keys = {"model.architecture": "moe", "model.preset": preset, "train.global_batch_size": 16}
     report = verify(load_config(None, keys | MESHES[mesh]))
     assert report.same, [(check.key, check.error) for check in report.checks if not check.same]
 
@@ -121,6 +120,7 @@ def _drop_an_expert(trainer: Any) -> None:
         slot.parameter.register_hook(lambda grad: grad * 0)
 
 
+@pytest.mark.slow
 def test_verify_finds_an_expert_without_gradient(tmp_path: Path) -> None:
     report = verify(tiny(tmp_path / "run", **MOE | {"mesh.dp": 2, "mesh.ep": 2}), plant=_drop_an_expert)
     assert not report.same

@@ -97,7 +97,7 @@ def _fill(plain: Any, folder: Path) -> None:
             source.read_parts(hf_parts(form, name, tuple(value.shape)), (0,) * value.dim(), value)
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", [pytest.param("Mixtral", marks=pytest.mark.slow), "Qwen3Moe"])
 def test_there_and_back_over_training_steps(kind: str, tmp_path: Path) -> None:
     """Started from their folder on ep 2, trained, exported: transformers reads it, and has the checkpoint's logits."""
     theirs(kind).save_pretrained(tmp_path / "hf")
