@@ -244,17 +244,17 @@ _CLOSING = """\
   and is not added to them. It is measured at our own seams, between two clock readings around each wait: on CPU
   (gloo) the time for which the host is blocked, on a GPU (NCCL) the time for which the stream of the computation
   stands still, by events. All are of rank 0, but for `bubble/<n>`. What cannot be told: whether a wait is for bytes
-  on the wire or for a rank that is late; the collectives of tp inside the blocks, which are part of the graph that
-  computes and count as busy (a trace of `[profile]` shows them); and an axis for the sum of loss, count and norm over
-  all ranks, for which all wait in `time/clip_s`. In the first step of a process, compilation and warm-up count as
-  busy.
+  on the wire or for a rank that is late; the collectives of tp and ep inside the blocks, which are part of the graph
+  that computes and count as busy (a trace of `[profile]` shows them); and an axis for the sum of loss, count and norm
+  over all ranks, for which all wait in `time/clip_s`. In the first step of a process, compilation and warm-up count
+  as busy.
 - **Bubble**: pipeline ranks begin a step together, so the longest of their times is that of the pipeline, and what a
   rank does not compute of it is idle, at the end of the step too. The start-up table shows what the schedule alone
   predicts, with stages that cost the same and nothing for communication.
 - **FLOPs** count a multiply and an add as two, and the backward twice the forward. Of experts, those that a token
-  goes through count, in "all parameters" too. Recomputation under activation checkpointing is not counted, nor is what
-  a document mask saves. `F` is exactly what torch's `FlopCounterMode`
-  counts with the math attention kernel. Layers are those with attention, heads are query heads.
+  goes through count, in "all parameters" too. Recomputation under activation checkpointing is not counted, nor is
+  what a document mask saves. `F` is exactly what torch's `FlopCounterMode` counts with the math attention kernel.
+  Layers are those with attention, heads are query heads.
 - **MFU** against a datasheet is given for bfloat16 on devices whose dense peak is known (titanlike/metrics/flops.py).
   For others there is none, rather than one against a guessed peak.
 - **Health** is measured every `metrics.health_interval` steps. A part is a block (`layers.3`) or a module at the top
