@@ -92,8 +92,9 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self.partial = partial
         self._unread: Counter[str] = Counter()
         self._digests: dict[str, Future[int]] = {}
-        # One thread: it works on the shards that are complete while the next ones are read.
-        self._digester = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        # Beside the reading, on the shards that are complete. A digest takes about as long as the read: one thread would
+        # be busy for a while after the last read, two are not.
+        self._digester = ThreadPoolExecutor(2, thread_name_prefix="digest")
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

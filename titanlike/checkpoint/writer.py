@@ -7,6 +7,7 @@ the manifest and the commit marker, and rename the folder into place; if one has
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import math
@@ -148,13 +149,19 @@ def _index_json(index: dict[str, Any]) -> bytes:
 
 
 def _write_checked(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    crc = 0
+    """Write a file, its checksum computed beside the writing: one chunk behind at most, so that no copies pile up."""
+    crc: int = 0
+    running: concurrent.futures.Future[int] | None = None
 
     def see(chunk: memoryview) -> None:
-        nonlocal crc
-        crc = zlib.crc32(chunk, crc)
+        nonlocal crc, running
+        if running is not None:
+            crc = running.result()
+        running = checker.submit(zlib.crc32, chunk, crc)
 
-    size = files.write_file(path, file_pieces(tensors, {"format": "pt"}), see)
+    with ThreadPoolExecutor(1, thread_name_prefix="checksum") as checker:
+        size = files.write_file(path, file_pieces(tensors, {"format": "pt"}), see)
+        crc = running.result() if running is not None else crc
     return {"bytes": size, "crc32": manifest.crc_text(crc)}
 
 
