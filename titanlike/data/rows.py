@@ -20,6 +20,8 @@ Position = dict[str, Any]
 Addresses = np.ndarray
 """Where rows are: int64 [rows, 2 or 3], epoch and place in it."""
 
+BLOCK = 512  # places of a pass that are permuted at once: for a batch alone the permutation is mostly overhead
+
 
 def passes_of(position: Position) -> float:
     """How many times a source has been read at a position; of a stream, the passes that are complete."""
@@ -59,6 +61,7 @@ class ShuffledRows:
         self.n_rows = n_rows
         self.name = name
         self._seed = seed
+        self._blocks: dict[tuple[int, int], np.ndarray] = {}
 
     def rows(self, numbers: np.ndarray, sample_ids: Sequence[str]) -> list[Row]:
         """Rows by their numbers in [0, n_rows)."""
@@ -84,9 +87,28 @@ class ShuffledRows:
         # Addresses are in order, so those of a pass are together, and most often there is one pass.
         for some in np.split(addresses, np.flatnonzero(np.diff(addresses[:, 0])) + 1):
             epoch = int(some[0, 0])
-            parts.append(permute(some[:, 1], self.n_rows, key_of("order", self._seed, self.name, epoch)))
+            parts.append(self._numbers(epoch, some[:, 1]))
             names += [f"{self.name}:{epoch}:{number}" for number in parts[-1].tolist()]
         return self.rows(np.concatenate(parts), names)
+
+    def _numbers(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """The numbers of the rows at ascending places of a pass."""
+        first, last = int(places[0]) // BLOCK, int(places[-1]) // BLOCK
+        if last > first + 1:
+            return permute(places, self.n_rows, key_of("order", self._seed, self.name, epoch))
+        blocks = [self._block(epoch, block) for block in range(first, last + 1)]
+        return (blocks[0] if last == first else np.concatenate(blocks))[places - first * BLOCK]
+
+    def _block(self, epoch: int, block: int) -> np.ndarray:
+        """The numbers at a block of places; the blocks used last are kept, for the next batch is most often there."""
+        kept = self._blocks.pop((epoch, block), None)
+        if kept is None:
+            places = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.n_rows))
+            kept = permute(places, self.n_rows, key_of("order", self._seed, self.name, epoch))
+        self._blocks[epoch, block] = kept
+        if len(self._blocks) > 4:
+            del self._blocks[next(iter(self._blocks))]
+        return kept
 
     @property
     def rows_per_pass(self) -> float:
