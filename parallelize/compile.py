@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from parallelize.activation_checkpoint import apply_activation_checkpoint
+from parallelize.loss_chunks import ChunkedLoss
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,4 +54,7 @@ def compile_stage(stage: nn.Module, scope: str, checkpoint_mode: str, keep: tupl
         else:  # a whole block is recomputed by running its graph again
             block.forward = _compiled(block.forward)
             apply_activation_checkpoint(block, checkpoint_mode, keep)
-    stage.loss = _compiled(stage.loss)  # type: ignore[assignment]
+    if isinstance(stage.loss, ChunkedLoss):  # one graph for all chunks, run again to recompute
+        stage.loss.inner = _compiled(stage.loss.inner)
+    else:
+        stage.loss = _compiled(stage.loss)  # type: ignore[assignment]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.activation_checkpoint import apply_activation_checkpoint
 from parallelize.compile import compile_stage, separate_cache
+from parallelize.loss_chunks import ChunkedLoss
 from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stages_of_rank
 from parallelize.tensor import apply_tensor_plan
 from parallelize.zero import NamedParameter, Zero, local_part
@@ -29,6 +30,9 @@ from titanlike.mesh import Mesh
 from titanlike.tables import Tables, stream_width, tables_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+LOGITS_BYTES = 512 << 20
+"""What the logits of a microbatch may take on a rank, in float32, before the loss is computed in chunks."""
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -208,7 +212,10 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     num_stages = len(stage_ranks)
     if config.compile.enable:
         separate_cache(mesh.rank)
+    positions = loss_positions(config, model_config.vocab_size)
     for stage in stages:
+        if stage.last and positions < config.train.seq_len:
+            stage.loss = ChunkedLoss(stage.loss, positions)
         if prepare is not None:
             prepare(stage)
         if config.compile.enable:
@@ -251,6 +258,15 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     zero.gather()
     buffers = materialise_buffers(stages, device, master_dtype(dtype))
     return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers, stream_width(plain))
+
+
+def loss_positions(config: Config, vocab_size: int) -> int:
+    """How many positions of each sequence have logits at a time (`train.loss_chunk`); not more than there are."""
+    chunk = config.train.loss_chunk
+    if chunk is None:
+        row = config.train.microbatch_size * -(-vocab_size // config.mesh.tp) * 4  # bytes in float32
+        chunk = max(1, LOGITS_BYTES // row)
+    return min(chunk, config.train.seq_len) or config.train.seq_len
 
 
 def materialise(

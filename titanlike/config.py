@@ -175,6 +175,11 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """What the model computes in. bfloat16 keeps float32 master weights, gradient sums and moments."""
 
+    loss_chunk: int | None = Field(None, ge=0)
+    """Positions of each sequence that have logits at a time; a chunk's logits are computed again in the backward. 0:
+    all at once. Not given: all, unless the logits of a microbatch would take more than 512 MiB in float32 on a rank,
+    then as many as take that."""
+
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 

@@ -14,6 +14,7 @@ Properties:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from titanlike import __version__, out_of_memory
 from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
 from titanlike.checkpoint.loading import together
+from titanlike.compile_watch import CompileWatch
 from titanlike.config import Config, write_resolved
 from titanlike.data import open_data
 from titanlike.errors import UserError, file_errors
@@ -136,6 +138,7 @@ class Run:
         self.tokens = 0
         self.last_val_loss = self.best_val_loss = math.inf
         self.samples = Samples(trainer, data.tokenizer) if config.validation.generate.prompts else None
+        self.compile_watch = CompileWatch() if config.compile.enable else None
         self.timers = Timers(self.mesh.device.type)
         self.health = Health(trainer) if config.metrics.health_interval else None
         self.throughput = throughput(config, trainer)
@@ -187,7 +190,8 @@ class Run:
                 with self.timers.phase("health"):
                     health.forward(batch)
             trainer.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
-            result = trainer.train_step(batch)
+            with self.compile_watch.training_step() if self.compile_watch else contextlib.nullcontext():
+                result = trainer.train_step(batch)
             verdict = self.verdict_on(result)
             self.first_step_is_done(step)
             before, self.cursor = self.cursor, batch.cursor
@@ -227,6 +231,10 @@ class Run:
             times = self.timers.end_step()
             values |= times | self.throughput.values(times.get("step_time_s", 0.0))
             values |= waits(self.timers.spans, self.mesh)
+            if self.compile_watch is not None:
+                values |= self.compile_watch.values()
+                if said := self.compile_watch.warning(step):
+                    metrics.message(said)
             # Logged, by the last of the hooks, before it is saved: a run that dies in between logs the step again,
             # rather than never. So the time of a save is part of the next step's.
             self.hooks("after_step", self, step, values)

@@ -92,8 +92,8 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self.partial = partial
         self._unread: Counter[str] = Counter()
         self._digests: dict[str, Future[int]] = {}
-        # Beside the reading, on the shards that are complete. A digest takes about as long as the read: one thread would
-        # be busy for a while after the last read, two are not.
+        # Beside the reading, on the shards that are complete. A digest takes as long as a read: one thread would still
+        # be busy after the last read, two are not.
         self._digester = ThreadPoolExecutor(2, thread_name_prefix="digest")
 
     def set_up_planner(

@@ -63,6 +63,10 @@ _EXPERTS = (
     Name("moe/dropped", "share", "choices that an expert had no room for, of all", "`model.capacity_factor`"),
     Name("moe/<name>/<layer>", "", "the same of each layer"),
 )
+_COMPILER = (
+    Name("compile/graphs", "graphs", "graphs that torch.compile has compiled so far in this process", "`[compile]`"),
+    Name("compile/graph_breaks", "places", "where it had to give up a whole graph; an error in a stage", "`[compile]`"),
+)
 _SPEED = (
     Name("step_time_s", "s", "wall time since the end of the previous step, saving included, less `time/validation_s`"),
     Name("tokens_per_s", "tokens/s", "`global_batch_size × seq_len / step_time_s`"),
@@ -187,6 +191,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
     "Where the time goes": _TIME,
     "Waiting for other ranks": _WAITS,
     "Memory": _MEMORY,
+    "The compiler": _COMPILER,
     "Health of the model": _HEALTH,
 }
 
