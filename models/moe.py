@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from models.grouped import grouped_linear, take_rows
 from models.llama import Attention, Llama, LlamaConfig, RMSNorm, make_context
+from models.qwen3 import Qwen3Attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,26 +259,13 @@ class MoEFeedForward(nn.Module):
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-class NormedAttention(Attention):
-    """That of Llama, with queries and keys normalised head by head before the rotation, as in Qwen3."""
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__(config)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        return self.q_norm(q), self.k_norm(k), v
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: MoEConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = NormedAttention(config) if config.qk_norm else Attention(config)
+        self.attention = Qwen3Attention(config) if config.qk_norm else Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = MoEFeedForward(config, layer)
 

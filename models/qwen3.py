@@ -35,7 +35,7 @@ class Qwen3Config(LlamaConfig):
 class Qwen3Attention(Attention):
     """Grouped-query attention with RMSNorm over each query and key head."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)

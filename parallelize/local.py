@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from parallelize.tensor import (
@@ -36,8 +37,21 @@ KNOWN = (
 
 
 def is_known(plan: TensorPlan) -> bool:
-    """Whether `make_local` knows all styles of a plan."""
-    return all(type(style) in KNOWN for style in plan.values())
+    """Whether `make_local` knows all styles of a plan, and all that they ask for."""
+    return all(type(style) in KNOWN and _is_usual(style) for style in plan.values())
+
+
+def _is_usual(style: Any) -> bool:
+    """Whether what goes in and out is laid out as `make_local` has it: whole into columns, parts out of them and into
+    rows, whole again out of those."""
+    if isinstance(style, ColwiseParallel):
+        return style.input_layouts == (Replicate(),) and style.output_layouts == (Shard(-1),)
+    if isinstance(style, RowwiseParallel):
+        return style.input_layouts == (Shard(-1),) and style.output_layouts == (Replicate(),)
+    if isinstance(style, PrepareModuleInput):
+        layouts = (*(style.input_layouts or ()), *(style.desired_input_layouts or ()))
+        return not style.input_kwarg_layouts and all(each in (None, Replicate()) for each in layouts)
+    return True
 
 
 def make_local(

@@ -9,6 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.titanlike.generate.helpers import PROMPTS, greedy_without_cache
+from titanlike.build import generator_for
+from titanlike.generate.generator import Generator
+from titanlike.generate.model import InferenceModel
+from titanlike.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "new-architecture.md").read_text(encoding="utf-8")
@@ -79,3 +87,35 @@ def test_an_incomplete_plan_is_the_error_that_the_page_shows(tmp_path: Path) -> 
     tables.write_text(text)
     done = shell(commands()[1].splitlines()[0], tmp_path)
     assert (done.returncode, done.stderr, done.stdout) == (2, shown_error(), "")
+
+
+def texts(folder: str, tp: int) -> list[list[list[int]]]:
+    """What the example says on a mesh, with a cache and local tensors, and what the plain model says without."""
+    sys.path.insert(0, folder)
+    try:
+        from my_package.neox import NeoX, NeoXConfig  # type: ignore[import-not-found]
+
+        config = NeoXConfig(vocab_size=97, dim=32, n_layers=2, rotary_dim=4, ffn_dim=48)
+        cpu = torch.device("cpu")
+        model = InferenceModel("my_package.neox:NeoX", config, Mesh(1, 1, tp, cpu), torch.float64, 64)
+        plain = NeoX(config).double().requires_grad_(False)
+        for name, parameter in plain.named_parameters():
+            parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.3, generator=generator_for(0, name, cpu))
+        for name, shard in model.shards().items():
+            box = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.tensor.shape))
+            shard.tensor.copy_(plain.get_parameter(name)[box])
+        model.go_local()
+        said = [each.ids for each in Generator(model, str, [], 64).generate(PROMPTS, 12)[0]]
+        return [said, [greedy_without_cache(prompt, 12, plain) for prompt in PROMPTS]]
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.startswith("my_package")]:
+            del sys.modules[name]
+
+
+def test_the_example_generates_with_a_cache_and_over_tp(tmp_path: Path) -> None:
+    """Symptom: the field `cache` of its context is not all that it takes."""
+    write(tmp_path)
+    for said, wanted in run_ranks(2, texts, str(tmp_path), 2):
+        assert said == wanted
+        assert len({tuple(ids) for ids in wanted}) == len(PROMPTS)

@@ -136,13 +136,26 @@ class Tables:
             raise UserError(
                 f"FIRST_PARTS and LAST_PARTS of {self.name}{how} do not fit the model: {'; '.join(problems)}"
             )
+        for method, parts in (("embed", first), ("head", last)):
+            used = _misses(plain, method, [name for name in others if name not in parts])
+            if used:
+                raise UserError(
+                    f"{method} of the model uses {used}, which is on another pipeline stage by FIRST_PARTS and LAST_PARTS"
+                    f" of {self.name}: a weight that both ends use belongs to a module on each, tied by tied_parameters"
+                )
         return first, last
 
     def stage_costs(self, plain: Any, seq_len: int) -> tuple[float, list[float], float]:
         """Forward FLOPs per token of the embedding, of each layer, and of the head: what stages are balanced by."""
         costs = self.get("stage_costs")
         if costs is not None:
-            return costs(plain.config, seq_len)
+            first, layers, last = costs(plain.config, seq_len)
+            if len(layers) != len(plain.layers):
+                raise UserError(
+                    f"{self.name}.stage_costs gives the costs of {len(layers)} layers, and the model has "
+                    f"{len(plain.layers)}"
+                )
+            return first, layers, last
         _, last = self.parts(plain)
         head = sum(_matmul_flops(getattr(plain, name)) for name in last)
         return 0.0, [_matmul_flops(layer) for layer in plain.layers.values()], head
@@ -168,6 +181,22 @@ def _embedded(plain: Any) -> Any:
 
     with torch.no_grad():
         return plain.embed(torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+
+
+def _misses(plain: Any, method: str, absent: list[str]) -> str:
+    """Which of the modules `absent` the method `embed` or `head` cannot do without; empty if none."""
+    x = _embedded(plain)
+    for name in absent:
+        module = getattr(plain, name)
+        setattr(plain, name, None)
+        try:
+            plain.head(x) if method == "head" else _embedded(plain)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error):
+                return name
+        finally:
+            setattr(plain, name, module)
+    return ""
 
 
 def _matmul_flops(module: nn.Module) -> float:

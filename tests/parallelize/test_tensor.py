@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from models.llama import Llama, LlamaConfig
 from parallelize.llama import tensor_plan
+from parallelize.local import is_known
 from parallelize.tensor import Replicated, TensorPlan, VocabParallelEmbedding, check_plan, covered_by
 
 CONFIG = LlamaConfig(vocab_size=67, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24)
@@ -89,6 +90,25 @@ def test_a_tied_weight_that_is_cut_in_two_ways_is_refused() -> None:
     assert problems(plan(output=RowwiseParallel()), tied) == (
         "tok_embeddings and output share a weight, but are cut along dim 0 and 1 of it"
     )
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel(output_layouts=Replicate()),
+        ColwiseParallel(input_layouts=Shard(-1)),
+        RowwiseParallel(input_layouts=Replicate()),
+        RowwiseParallel(output_layouts=Shard(1)),
+        PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        PrepareModuleInput(input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"x": Replicate()}),
+    ],
+)
+def test_a_plan_with_layouts_of_its_own_is_not_written_out_for_inference(style: Any) -> None:
+    """Symptom: another architecture generates text of parts that were never gathered."""
+    usual = tensor_plan(CONFIG, 2, False)
+    assert is_known(usual)
+    assert not is_known(usual | {"layers.*.attention.wq": style})
+    assert not is_known(tensor_plan(CONFIG, 2, True))
 
 
 def test_a_star_is_one_part_of_a_name() -> None:

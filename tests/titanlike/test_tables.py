@@ -161,6 +161,29 @@ def test_parameters_outside_of_parts_are_refused_with_pp() -> None:
     )
 
 
+class UsesBothEnds(Own):
+    """A head that is the embedding's weight, without a module for it."""
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(x) @ self.output.weight @ self.embedding.weight.T
+
+
+def test_a_head_that_uses_the_embedding_itself_is_refused_with_pp() -> None:
+    """Symptom: AttributeError on the last stage, whose embedding is elsewhere."""
+    assert checked(f"{__name__}:UsesBothEnds") == ""
+    assert checked(f"{__name__}:UsesBothEnds", mesh__pp=2).startswith(
+        "head of the model uses embedding, which is on another pipeline stage by FIRST_PARTS and LAST_PARTS"
+    )
+
+
+def test_costs_of_other_layers_than_the_model_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: the layers that a table forgot are on no stage, and the run trains without them."""
+    mine = define(monkeypatch, "costs", Mine=type("Mine", (Own,), {}), stage_costs=lambda *_: (0.0, [1.0] * 5, 0.0))
+    plain = plain_model(f"{mine}:Mine", Own.config_class(vocab_size=50))
+    with pytest.raises(UserError, match="costs.stage_costs gives the costs of 5 layers, and the model has 6"):
+        tables_of(f"{mine}:Mine").stage_costs(plain, 99)
+
+
 def test_a_class_that_is_no_model_here_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: AttributeError on every rank, some minutes later."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from models.llama import Llama, LlamaConfig
+from models.qwen3 import Qwen3, Qwen3Config
 from titanlike.build import draw_parameter, generator_for
 from titanlike.generate.generator import Completion, Generator
 from titanlike.generate.model import InferenceModel
@@ -16,6 +17,9 @@ from titanlike.mesh import Mesh
 # A large init_std: with the usual one a random model says the same token for ever.
 CONFIG = LlamaConfig(
     vocab_size=97, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=48, max_seq_len=64, init_std=0.3
+)
+QWEN3 = Qwen3Config(
+    vocab_size=97, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=12, ffn_dim=48, max_seq_len=64, init_std=0.3
 )
 PROMPTS = [[5, 17, 3], [88], [1, 2, 3, 4, 5, 6, 7, 8, 9], [40, 41], [9, 9, 9, 9]]
 
@@ -33,7 +37,8 @@ def drawn(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def model_on(mesh: Mesh, config: LlamaConfig = CONFIG, dtype: torch.dtype = torch.float64) -> InferenceModel:
     """The random model on this rank's part of the mesh."""
-    model = InferenceModel("llama", config, mesh, dtype, config.max_seq_len)
+    architecture = "qwen3" if isinstance(config, Qwen3Config) else "llama"
+    model = InferenceModel(architecture, config, mesh, dtype, config.max_seq_len)
     for name, shard in model.shards().items():
         whole = drawn(model.plain, name, shard.global_shape)
         sizes = zip(shard.offset, shard.tensor.shape, strict=True)
@@ -43,7 +48,7 @@ def model_on(mesh: Mesh, config: LlamaConfig = CONFIG, dtype: torch.dtype = torc
 
 def plain_model(config: LlamaConfig = CONFIG, dtype: torch.dtype = torch.float64) -> Llama:
     """The same, on one device."""
-    model = Llama(config).to(dtype).requires_grad_(False)
+    model = (Qwen3 if isinstance(config, Qwen3Config) else Llama)(config).to(dtype).requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.copy_(drawn(model, name, tuple(parameter.shape)))
     return model

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from models.llama import RopeScaling
+from models.llama import LlamaConfig, RopeScaling
 from tests.ranks import run_ranks
 from tests.titanlike.generate.helpers import (
     CONFIG,
     PROMPTS,
+    QWEN3,
     generate,
     greedy_without_cache,
     model_on,
@@ -46,7 +48,7 @@ def test_greedy_equals_the_plain_model_without_a_cache() -> None:
     assert [each.ids for each in made[3]] == [ids[:1] for ids in wanted]
 
 
-@pytest.mark.parametrize("config", ["tied", "scaled", "one kv head"])
+@pytest.mark.parametrize("config", ["tied", "scaled", "one kv head", "qwen3"])
 def test_greedy_equals_the_plain_model_for_variants(config: str) -> None:
     scaling = RopeScaling(factor=4.0, original_max_position_embeddings=8)
     changes: dict[str, dict[str, Any]] = {
@@ -54,7 +56,7 @@ def test_greedy_equals_the_plain_model_for_variants(config: str) -> None:
         "scaled": {"rope_scaling": scaling},
         "one kv head": {"n_kv_heads": 1, "head_dim": 12},
     }
-    variant = dataclasses.replace(CONFIG, **changes[config])
+    variant = QWEN3 if config == "qwen3" else dataclasses.replace(CONFIG, **changes[config])
     model = plain_model(variant)
     wanted = [greedy_without_cache(prompt, 12, model) for prompt in PROMPTS]
     # With one prompt, float32 takes the layout for single rows.
@@ -75,6 +77,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"prompts": PROMPTS[:1], "sampling": DRAWN},  # fewer prompts than pp or dp has ranks
     {"end_ids": [3, 10, 20, 30, 60, 77], "stop": ["AB", "Q", "ZX"], "count": 30},
     {"config": ODD, "batch_size": 2},
+    {"config": QWEN3, "batch_size": 2},
 ]
 
 
@@ -115,10 +118,10 @@ def test_the_cache_is_split_by_kv_head() -> None:
     assert run_ranks(2, _cache_shapes) == [[(1, 1, 10, 8)] * 4] * 2
 
 
-def _logits_both_ways(tp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logits_both_ways(tp: int, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(with DTensors, with local tensors, those of the plain model)"""
-    model = model_on(Mesh(1, 1, tp, torch.device("cpu")), ODD)
-    tokens = torch.tensor([[1, 2, 3, 100]])
+    model = model_on(Mesh(1, 1, tp, torch.device("cpu")), config)
+    tokens = torch.tensor([[1, 2, 3, 96]])
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
@@ -127,12 +130,12 @@ def _logits_both_ways(tp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     before = logits()
     model.go_local()
     assert not any(isinstance(parameter, DTensor) for parameter in model.stage.parameters())
-    return before, logits(), plain_model(ODD)(tokens)
+    return before, logits(), plain_model(config)(tokens)
 
 
 def test_local_tensors_compute_what_dtensors_do() -> None:
-    for tp in (2, 4):
-        for dtensors, local, plain in run_ranks(tp, _logits_both_ways, tp):
+    for tp, config in itertools.product((2, 4), (ODD, QWEN3)):
+        for dtensors, local, plain in run_ranks(tp, _logits_both_ways, tp, config):
             torch.testing.assert_close(dtensors, plain, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(local, plain, rtol=1e-10, atol=1e-10)
 
