@@ -77,7 +77,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"prompts": PROMPTS[:1], "sampling": DRAWN},  # fewer prompts than pp or dp has ranks
     {"end_ids": [3, 10, 20, 30, 60, 77], "stop": ["AB", "Q", "ZX"], "count": 30},
     {"config": ODD, "batch_size": 2},
-    {"config": QWEN3, "batch_size": 2},
 ]
 
 
