@@ -140,8 +140,8 @@ class Tables:
             used = _misses(plain, method, [name for name in others if name not in parts])
             if used:
                 raise UserError(
-                    f"{method} of the model uses {used}, which FIRST_PARTS and LAST_PARTS of {self.name} have on another "
-                    "pipeline stage: a weight that both ends use belongs to a module on each, tied by tied_parameters"
+                    f"{method} of the model uses {used}, which FIRST_PARTS and LAST_PARTS of {self.name} have on "
+                    "another pipeline stage: a weight that both ends use belongs to a module on each, tied by tied_parameters"
                 )
         return first, last
 
