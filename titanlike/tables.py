@@ -141,7 +141,7 @@ class Tables:
             if used:
                 raise UserError(
                     f"{method} of the model uses {used}, which FIRST_PARTS and LAST_PARTS of {self.name} have on "
-                    "another pipeline stage: a weight that both ends use belongs to a module on each, see tied_parameters"
+                    "another pipeline stage: a weight that both ends use needs a module on each: tied_parameters"
                 )
         return first, last
 
