@@ -281,7 +281,7 @@ class CompileConfig(Section):
     enable: bool = False
     """Compile the model. A graph break is an error."""
 
-    scope: Literal["stage", "block"] = "stage"
+    scope: Literal["stage", "block"] = "block"
     """stage: one graph for all that a pipeline stage computes. block: one graph that all blocks share, so that the time
     to compile does not grow with the depth."""
 

@@ -52,10 +52,10 @@ SLOW = {
     "pp 2, dp 4, ep 2": case(pp=2, dp=4, ep=2, **MOE, model__capacity_factor=1.0),
     "ep 8": case(dp=8, ep=8, **MOE | {"model__n_experts": 8}),
     "pp 2, dp 2, ep 2, in a V": case(pp=2, dp=2, ep=2, **MOE, model__n_layers=4, pipeline__schedule="zbv"),
-    "compiled": case(**MOE, compile__enable=True),
+    "compiled": case(**MOE, compile__enable=True, compile__scope="stage"),
     "compiled by block, tp 2": case(tp=2, **MOE, **SHARED, compile__enable=True, compile__scope="block"),
-    "compiled, dp 2, tp 2": case(dp=2, tp=2, **MOE, **SHARED, compile__enable=True),
-    "compiled, ep 2": case(dp=2, ep=2, **MOE, compile__enable=True, model__capacity_factor=1.0),
+    "compiled, dp 2, tp 2": case(dp=2, tp=2, **MOE, **SHARED, compile__enable=True, compile__scope="stage"),
+    "compiled, ep 2": case(dp=2, ep=2, **MOE, compile__enable=True, compile__scope="stage", model__capacity_factor=1.0),
     "compiled by block, ep 2, tp 2": case(
         dp=2, ep=2, tp=2, **MOE, compile__enable=True, compile__scope="block", activation_checkpoint__mode="full"
     ),

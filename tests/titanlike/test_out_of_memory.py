@@ -48,7 +48,13 @@ def test_the_changes_follow_from_what_takes_the_memory(tmp_path: Path) -> None:
 def test_nothing_is_proposed_that_the_config_has_already_or_forbids(tmp_path: Path) -> None:
     both = helpful(tmp_path / "run", **{"train.seq_len": 2048, "activation_checkpoint.mode": "full"})
     assert not any("microbatch" in change or "checkpoint" in change for change in both) and len(both) == 2
-    compiled = {"compile.enable": True, "mesh.tp": 2, "train.seq_len": 4096, "model.n_layers": 24}
+    compiled = {
+        "compile.enable": True,
+        "compile.scope": "stage",
+        "mesh.tp": 2,
+        "train.seq_len": 4096,
+        "model.n_layers": 24,
+    }
     assert 'activation_checkpoint.mode = "selective"' in helpful(tmp_path / "run", **compiled)
     assert "mesh.tp = 8 (on twice as many ranks)" not in helpful(tmp_path / "run", 4, **{"mesh.tp": 4})  # 4 heads
 
