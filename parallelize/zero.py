@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,20 +102,24 @@ class Slot:
         self.own_first = min(dp_rank * self.rows, self.local_shape[0])
         self.own_rows = min(self.rows, self.local_shape[0] - self.own_first)
         self.received = False  # whether a gradient came since the last reduction
+        self.grad_views: tuple[Tensor, ...] = ()  # of the bucket's gradients
 
-    def pieces(self, bucket: Tensor, local: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Pairs of equal-shaped views, (of `bucket` [dp, shard_numel], of `local`), that cover the parameter: one, or
-        two when dp does not divide the rows."""
+    def views(self, bucket: Tensor) -> tuple[Tensor, ...]:
+        """The views of `bucket` [dp, shard_numel] that hold the parameter: one, or two when dp does not divide the
+        rows."""
         whole, rest = divmod(self.local_shape[0], self.rows)
-        rows = local.reshape(self.local_shape)
-        if whole:
-            yield (
-                bucket[:whole, self.start : self.start + self.numel],
-                rows[: whole * self.rows].reshape(whole, self.numel),
-            )
-        if rest:
-            numel = rest * self.row_numel
-            yield bucket[whole, self.start : self.start + numel], rows[whole * self.rows :].reshape(numel)
+        numel = rest * self.row_numel
+        views = (bucket[:whole, self.start : self.start + self.numel],) if whole else ()
+        return (*views, bucket[whole, self.start : self.start + numel]) if rest else views
+
+    def parts(self, local: Tensor) -> tuple[Tensor, ...]:
+        """The parts of the local tensor that belong into `views`, of equal shapes."""
+        whole, rest = divmod(self.local_shape[0], self.rows)
+        if not rest:  # called for each parameter and microbatch: one operation, not three
+            return (local.reshape(whole, self.numel),)
+        rows, cut = local.reshape(self.local_shape), whole * self.rows
+        parts = (rows[:cut].reshape(whole, self.numel),) if whole else ()
+        return (*parts, rows[cut:].reshape(rest * self.row_numel))
 
     def own(self, shard: Tensor) -> Tensor:
         """The view of this rank's rows in `shard` [shard_numel], shaped like rows of the parameter."""
@@ -150,6 +154,8 @@ class Bucket:
         self.compute_dtype = first.dtype
         # Padding is never written, so it stays zero and adds nothing to sums and norms.
         self.grads = torch.zeros(self.dp, numel, dtype=dtype, device=first.device)
+        for slot in self.slots:
+            slot.grad_views = slot.views(self.grads)
         self.grad_shard = self.grads[0] if self.dp == 1 else torch.zeros(numel, dtype=dtype, device=first.device)
         # On one dp rank that computes in the master dtype, the compute weights are the master weights.
         self.aliased = self.dp == 1 and self.compute_dtype == dtype
@@ -169,7 +175,7 @@ class Bucket:
         assert not self.launched
         for slot in self.slots:
             if not slot.received:  # unused in this step: what is left of the last one must not count
-                for view, _ in slot.pieces(self.grads, local_part(slot.parameter)):
+                for view in slot.grad_views:
                     view.zero_()
             slot.received = False
         if self.dp > 1 and self.exchanges:
@@ -225,7 +231,7 @@ class Bucket:
             return
         with torch.no_grad():
             for slot in self.slots:
-                for view, local in slot.pieces(whole, local_part(slot.parameter)):
+                for view, local in zip(slot.views(whole), slot.parts(local_part(slot.parameter)), strict=True):
                     local.copy_(view)
 
 
@@ -307,8 +313,7 @@ class Zero:
             elif grad.placements != parameter.placements:
                 grad = grad.redistribute(placements=parameter.placements)
             grad = grad.to_local()
-        bucket = self.slots[slot.name][0]
-        for view, part in slot.pieces(bucket.grads, grad):
+        for view, part in zip(slot.grad_views, slot.parts(grad), strict=True):
             if slot.received:
                 if counts:
                     view.add_(part)
