@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log; read when torch is loaded
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # addresses of a namespace have no host names
 
 import torch
 import torch.distributed as dist

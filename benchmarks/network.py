@@ -41,7 +41,7 @@ def connect(pids: list[int]) -> None:
         command("ip", "link", "set", name, "netns", str(pid), "name", "link")
         command("ip", "addr", "add", f"10.77.0.{i + 1}/24", "dev", "link", inside=pid)
         for device in ("lo", "link"):
-            command("ip", "link", "set", device, "up", inside=pid)
+            command("ip", "link", "set", "dev", device, "up", inside=pid)
 
 
 def limit(pids: list[int], gbit: float | None) -> None:

@@ -34,8 +34,8 @@ def join(config: Config) -> Mesh:
 
 def vocabulary(config: Config) -> int:
     """model.vocab_size, or that of the preset."""
-    given = config.model.vocab_size
-    return given or config.architecture.presets[config.model.preset or "26m"].vocab_size
+    presets: dict[str, Any] = dict(config.architecture.presets)
+    return config.model.vocab_size or presets[config.model.preset or "26m"].vocab_size
 
 
 def titanlike_steps(settings: dict[str, Any]) -> Steps:
