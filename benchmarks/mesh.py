@@ -6,8 +6,8 @@ Prints, for each contender, tokens per second (median over the rounds), the spee
 DDP and FSDP2 in the same round (median, and least..most), and whether the loss after the same number of steps is that
 of the first contender. Goals: dp 2 / tp 2 / pp 2 with 8 microbatches 1.85 / 1.55 / 1.70 times 1 rank; dp 2 at least
 1.00 times DDP and 1.5 times FSDP2. All take the same global batch: dp in one microbatch per rank, the pipeline in 4
-(pp4, zbv4) or 8 (pp8, zbv8). With --compile every contender is compiled (ours by the default scope, DDP whole, FSDP2 block
-by block) but zbv, which cannot be.
+(pp4, zbv4) or 8 (pp8, zbv8). With --compile every contender is compiled (ours by the default scope, DDP whole, FSDP2
+block by block) but zbv, which cannot be.
 """
 
 from __future__ import annotations
