@@ -37,11 +37,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on a rank: P parameters over tp * pp, b bytes of the compute dtype, m of the master dtype.
+    """Bytes on a rank: P parameters over tp * pp (experts: over ep too), b bytes of the compute dtype, m of the master
+    dtype.
 
-    weights P b; gradients P m; states 3 P m / dp (masters and two moments); activations of the layers, kept for the
-    backward: tokens * layers * b * (10 dim + 3 ffn) / (tp pp), times the microbatches under way; of the head: tokens *
-    vocabulary * (b + 4) / tp.
+    weights P b; gradients P m; states 3 P m / dp (masters and two moments, experts' over all of dp too); activations of
+    the layers, kept for the backward: tokens * layers * b * (10 dim + 3 ffn) / (tp pp), times the microbatches under
+    way, where ffn is the width that a token goes through; of the head: tokens * vocabulary * (b + 4) / tp.
     """
 
     parameters: int
@@ -52,6 +53,8 @@ class Estimate:
     inputs: float
     """of the activations, those that full checkpointing keeps"""
     head: float
+    experts: float
+    """of the weights and gradients, those of experts"""
 
     @property
     def total(self) -> float:
@@ -69,9 +72,10 @@ def told(error: BaseException, config: Config, world_size: int, vocab_size: int,
     dp = config.resolved_dp(world_size)
     estimated = estimate(config, dp, vocab_size)
     train, mesh = config.train, config.mesh
+    ep = f" (ep {mesh.ep})" if mesh.ep > 1 else ""
     configured = (
         f"{estimated.parameters:,} parameters, train.dtype = {train.dtype}, train.microbatch_size = "
-        f"{train.microbatch_size}, train.seq_len = {train.seq_len}, mesh pp {mesh.pp} x dp {dp} x tp {mesh.tp}, "
+        f"{train.microbatch_size}, train.seq_len = {train.seq_len}, mesh pp {mesh.pp} x dp {dp} x tp {mesh.tp}{ep}, "
         f"activation_checkpoint.mode = {config.activation_checkpoint.mode}"
     )
     helpful = " and ".join(change.words for change in best(changes(config, dp, estimated), estimated))
@@ -97,12 +101,16 @@ def estimate(config: Config, dp: int, vocab_size: int) -> Estimate:
 
     model = config.model_config_for(vocab_size)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in config.architecture.model_class(model).parameters())
+        plain = config.architecture.model_class(model)
+    parameters, n_experts = sum(p.numel() for p in plain.parameters()), getattr(model, "n_experts", 0)
+    experts = sum(p.numel() for p in plain.parameters() if n_experts and p.dim() == 3 and p.shape[0] == n_experts)
     train, tp, pp = config.train, config.mesh.tp, config.mesh.pp
     item = {"float32": 4, "bfloat16": 2, "float64": 8}[train.dtype]
     master = max(item, 4)
-    own = parameters / (tp * pp)
+    of_experts = experts / (tp * pp * config.mesh.ep)
+    own = (parameters - experts) / (tp * pp) + of_experts
     dim, ffn, layers = (getattr(model, name, 0) or 0 for name in ("dim", "ffn_dim", "n_layers"))
+    ffn *= getattr(model, "top_k", 1) + getattr(model, "n_shared_experts", 0)
     microbatches = config.accumulation(dp)
     under_way = 1 if pp == 1 else microbatches if config.pipeline.schedule == "afab" else min(microbatches, pp)
     tokens = train.microbatch_size * train.seq_len
@@ -112,10 +120,11 @@ def estimate(config: Config, dp: int, vocab_size: int) -> Estimate:
         parameters=parameters,
         weights=own * item if master != item or dp > 1 else 0.0,  # else weights and masters are one
         gradients=own * master,
-        states=3 * own * master / dp,
+        states=3 * parameters / (tp * pp) * master / dp,
         activations=each * kept[config.activation_checkpoint.mode],
         inputs=each * kept["full"],
         head=tokens * vocab_size * (item + 4) / tp,
+        experts=of_experts * (item + master),
     )
 
 
@@ -142,6 +151,9 @@ def changes(config: Config, dp: int, now: Estimate) -> list[Change]:
     elif 2 * config.n_stages <= (getattr(model, "n_layers", 0) or 0):
         saves = (now.weights + now.gradients) / 2 + (0 if dp % 2 == 0 else now.states / 2)
         found.append(Change(f"mesh.pp = {2 * mesh.pp} ({ranks})", saves, True, MESH))
+    ep = 2 * mesh.ep
+    if now.experts and model.n_experts % ep == 0 and dp % ep == 0 and not config.compile.enable:
+        found.append(Change(f"mesh.ep = {ep}", now.experts / 2, True))
     if train.global_batch_size % (2 * dp * train.microbatch_size) == 0:
         found.append(Change(f"twice as many ranks for dp ({2 * dp})", now.states / 2, True, MESH))
     smaller = {"float64": "float32", "float32": "bfloat16"}.get(train.dtype)

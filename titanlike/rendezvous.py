@@ -8,11 +8,14 @@ that they exchange under it. The number of restarts is no such name: each node c
 
 from __future__ import annotations
 
+import time
 import uuid
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from titanlike.errors import UserError
 
 ROUND_TRIP = timedelta(seconds=0.5)
 
@@ -21,7 +24,8 @@ def agree(store: Any, rank: int, world_size: int) -> str:
     """A name for this start, the same on all ranks, though `store` may hold what earlier starts have left.
 
     A rank says a word of its own, and waits for the answer to that word. Rank 0 answers the words that it finds, also
-    those of ranks that are gone, until every rank has confirmed the name.
+    those of ranks that are gone, until every rank has confirmed the name. Raises UserError if one does not come within
+    the store's timeout.
     """
     if rank != 0:
         word = uuid.uuid4().hex
@@ -30,17 +34,26 @@ def agree(store: Any, rank: int, world_size: int) -> str:
         store.set(f"start/confirmed/{name}/{rank}", "")
         return name
     name = uuid.uuid4().hex
+    deadline = time.monotonic() + store.timeout.total_seconds()
     for other in range(1, world_size):
-        confirmed = False
-        while not confirmed:
-            word = store.get(f"start/word/{other}").decode()
-            store.set(f"start/answer/{word}", name)
-            try:
-                store.wait([f"start/confirmed/{name}/{other}"], ROUND_TRIP)
-                confirmed = True
-            except dist.DistStoreError:  # that word was of an earlier start
-                pass
+        while not _answered(store, other, name):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {other} did not come to the start within {store.timeout.total_seconds():.0f} s: see what it "
+                    "does, or whether its node finds this one (docs/multinode.md)"
+                )
     return name
+
+
+def _answered(store: Any, other: int, name: str) -> bool:
+    """Answer the word that is there, if there is one. Whether the rank that said it confirms the name."""
+    try:
+        store.wait([f"start/word/{other}"], ROUND_TRIP)
+        store.set(f"start/answer/{store.get(f'start/word/{other}').decode()}", name)
+        store.wait([f"start/confirmed/{name}/{other}"], ROUND_TRIP)
+    except dist.DistStoreError:  # it has not come yet, or the word was of an earlier start
+        return False
+    return True
 
 
 def store_of_this_start(timeout: timedelta) -> tuple[Any, int, int]:

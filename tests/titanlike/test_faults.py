@@ -35,7 +35,7 @@ def report(run_dir: Path, rank: int) -> dict[str, Any]:
 def test_a_stopped_rank_is_named_by_the_others_and_the_job_ends(tmp_path: Path) -> None:
     """Symptom: a machine is swapped out or its process stopped; the job stands until somebody looks at it."""
     run_dir = tmp_path / "run"
-    with launching(arguments(run_dir, **ENDLESS, **{"run.hang_timeout": 2}), 2) as run:
+    with launching(arguments(run_dir, **ENDLESS, **{"run.hang_timeout": 4}), 2) as run:
         wait_for(logged(run_dir, 5), run)
         pid = run.rank_pids()[1]
         os.kill(pid, signal.SIGSTOP)
@@ -56,7 +56,7 @@ def test_a_rank_that_sleeps_in_a_hook_is_named_with_its_phase_and_stack(tmp_path
     """Symptom: one rank waits for a lock or a download in a user's code, and all the others are blamed."""
     run_dir = tmp_path / "run"
     with pytest.raises(RankError, match="exit code 1"):
-        run_on(2, run_dir, **hook("Sleeps"), **{"run.hang_timeout": 1})
+        run_on(2, run_dir, **hook("Sleeps"), **{"run.hang_timeout": 2})
     why = (run_dir / "hang" / "why").read_text()
     assert "rank 1 is behind" in why
     assert "in the hook tests.titanlike.fault_hooks:Sleeps before_step of step 3, at before_step (titanlike/" in why
@@ -70,7 +70,7 @@ def test_a_rank_that_sleeps_in_a_hook_is_named_with_its_phase_and_stack(tmp_path
 def test_a_rank_that_calls_another_collective_is_told_as_such(tmp_path: Path) -> None:
     """Symptom: a branch that only one rank takes; the ranks wait for each other in different collectives."""
     with pytest.raises(RankError, match="exit code 1"):
-        run_on(2, tmp_path / "run", **hook("Mismatches"), **{"run.hang_timeout": 1})
+        run_on(2, tmp_path / "run", **hook("Mismatches"), **{"run.hang_timeout": 2})
     why = (tmp_path / "run" / "hang" / "why").read_text()
     assert "ranks call different collectives on the group" in why
     assert "rank 0 called all_reduce of 3 in before_step (titanlike/fault_hooks.py:" in why

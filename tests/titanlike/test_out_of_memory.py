@@ -78,6 +78,13 @@ def test_other_errors_and_those_of_hooks_stay_what_they_are(tmp_path: Path) -> N
     assert told(tmp_path / "run", hook) == "None"
 
 
+def test_experts_are_shared_out_where_they_take_the_memory(tmp_path: Path) -> None:
+    moe = {"model.preset": None, "model.architecture": "moe", "model.n_experts": 64, "model.dim": 256, "mesh.dp": 2}
+    moe |= {"model.ffn_dim": 512, "model.vocab_size": 300, "model.n_heads": 4, "model.n_layers": 2}
+    assert helpful(tmp_path / "run", **moe)[0] == "mesh.ep = 2"
+    assert not any("ep" in change for change in helpful(tmp_path / "run", **moe, **{"mesh.ep": 2}))
+
+
 def test_an_architecture_without_the_usual_sizes_is_told_of_too(tmp_path: Path) -> None:
     bigram = {"model.preset": None, "model.architecture": "tests.unusual_models:FailingLlama"}
     assert helpful(tmp_path / "run", **bigram)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
+from titanlike.errors import UserError
 from titanlike.rendezvous import agree
 
 
@@ -36,3 +38,14 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
         server.get("start/answer/of a rank that is gone")
         assert not name.done()
         assert pool.submit(agree, second, 1, 2).result(60) == name.result(60)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_rank_that_never_comes_is_named(before: bool) -> None:
+    """Symptom: "wait timeout after 600000ms, keys: /start/word/1"."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=1))
+    if before:
+        store.set("start/word/1", "of a rank that is gone")
+    with pytest.raises(UserError, match=r"rank 1 did not come to the start within 1 s"):
+        agree(store, 0, 3)
