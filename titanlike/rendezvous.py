@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from titanlike.errors import UserError
 
-ROUND_TRIP = timedelta(seconds=0.5)
+POLL_S = 0.05
 
 
 def agree(store: Any, rank: int, world_size: int) -> str:
@@ -36,24 +36,21 @@ def agree(store: Any, rank: int, world_size: int) -> str:
     name = uuid.uuid4().hex
     deadline = time.monotonic() + store.timeout.total_seconds()
     for other in range(1, world_size):
-        while not _answered(store, other, name):
+        while not _confirmed(store, other, name):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"rank {other} did not come to the start within {store.timeout.total_seconds():.0f} s: see what it "
                     "does, or whether its node finds this one (docs/multinode.md)"
                 )
+            time.sleep(POLL_S)  # and not store.wait, whose every timeout is a warning on stderr
     return name
 
 
-def _answered(store: Any, other: int, name: str) -> bool:
-    """Answer the word that is there, if there is one. Whether the rank that said it confirms the name."""
-    try:
-        store.wait([f"start/word/{other}"], ROUND_TRIP)
+def _confirmed(store: Any, other: int, name: str) -> bool:
+    """Answer the word that is there, if there is one. Whether the rank has confirmed the name."""
+    if store.check([f"start/word/{other}"]):
         store.set(f"start/answer/{store.get(f'start/word/{other}').decode()}", name)
-        store.wait([f"start/confirmed/{name}/{other}"], ROUND_TRIP)
-    except dist.DistStoreError:  # it has not come yet, or the word was of an earlier start
-        return False
-    return True
+    return store.check([f"start/confirmed/{name}/{other}"])
 
 
 def store_of_this_start(timeout: timedelta) -> tuple[Any, int, int]:
