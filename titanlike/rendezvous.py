@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlike.errors import UserError
+from titanlike.hang import ranks_text
 
 POLL_S = 0.05
 
@@ -35,14 +36,14 @@ def agree(store: Any, rank: int, world_size: int) -> str:
         return name
     name = uuid.uuid4().hex
     deadline = time.monotonic() + store.timeout.total_seconds()
-    for other in range(1, world_size):
-        while not _confirmed(store, other, name):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rank {other} did not come to the start within {store.timeout.total_seconds():.0f} s: see what it "
-                    "does, or whether its node finds this one (docs/multinode.md)"
-                )
-            time.sleep(POLL_S)  # and not store.wait, whose every timeout is a warning on stderr
+    coming = set(range(1, world_size))
+    while coming := {other for other in coming if not _confirmed(store, other, name)}:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{ranks_text(coming)} did not come to the start within {store.timeout.total_seconds():.0f} s: see what "
+                "happens there, and whether the nodes find each other (docs/multinode.md)"
+            )
+        time.sleep(POLL_S)  # and not store.wait, whose every timeout is a warning on stderr
     return name
 
 

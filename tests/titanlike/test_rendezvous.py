@@ -47,5 +47,5 @@ def test_a_rank_that_never_comes_is_named(before: bool) -> None:
     store.set_timeout(timedelta(seconds=1))
     if before:
         store.set("start/word/1", "of a rank that is gone")
-    with pytest.raises(UserError, match=r"rank 1 did not come to the start within 1 s"):
+    with pytest.raises(UserError, match="ranks 1-2 did not come to the start within 1 s"):
         agree(store, 0, 3)
