@@ -40,8 +40,8 @@ def agree(store: Any, rank: int, world_size: int) -> str:
     while coming := {other for other in coming if not _confirmed(store, other, name)}:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{ranks_text(coming)} did not come to the start within {store.timeout.total_seconds():.0f} s: see what "
-                "happens there, and whether the nodes find each other (docs/multinode.md)"
+                f"{ranks_text(coming)} did not come to the start within {store.timeout.total_seconds():.0f} s: see "
+                "what happens there, and whether the nodes find each other (docs/multinode.md)"
             )
         time.sleep(POLL_S)  # and not store.wait, whose every timeout is a warning on stderr
     return name
