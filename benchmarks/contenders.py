@@ -162,9 +162,11 @@ def _rank_main(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
     torch.set_num_threads(1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux":
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a stopped process would outlive a benchmark that is killed
     try:
         if own_network:
-            libc = ctypes.CDLL(None, use_errno=True)
             if libc.unshare(0x40000000):  # CLONE_NEWNET
                 raise OSError(ctypes.get_errno(), "a network namespace cannot be made")
             connection.send(("value", None))
