@@ -25,6 +25,25 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
+def missing_compiler() -> str | None:
+    """Why nothing can be compiled here, in torch's words; None if it can."""
+    from torch._inductor import cpp_builder, exc  # private: the only place that knows which compiler is taken
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def keep_activations(budget: float) -> None:
+    """Let the compiler keep this share, from 0 to 1, of the activation memory that it would keep by itself, and compute
+    the rest again in the backward, what is cheapest first. For the whole process; before the first compilation."""
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget = budget
+
+
 def separate_cache(rank: int) -> None:
     """Give this rank a compile cache of its own, below the user's or the default one, before the first compilation.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.activation_checkpoint import apply_activation_checkpoint
-from parallelize.compile import compile_stage, separate_cache
+from parallelize.compile import compile_stage, keep_activations, missing_compiler, separate_cache
 from parallelize.loss_chunks import ChunkedLoss
 from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stages_of_rank
 from parallelize.tensor import apply_tensor_plan
@@ -210,15 +210,17 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     )
     stages, indices, stage_ranks, split = parts.stages, parts.indices, parts.stage_ranks, parts.layers_per_stage
     num_stages = len(stage_ranks)
-    if config.compile.enable:
+    compiled = config.compile.enable and missing_compiler() is None
+    if compiled:
         separate_cache(mesh.rank)
+        keep_activations(config.compile.memory_budget)
     positions = loss_positions(config, model_config.vocab_size)
     for stage in stages:
         if stage.last and positions < config.train.seq_len:
             stage.loss = ChunkedLoss(stage.loss, positions)
         if prepare is not None:
             prepare(stage)
-        if config.compile.enable:
+        if compiled:
             compile_stage(stage, config.compile.scope, config.activation_checkpoint.mode, tables.recompute_keeps)
         else:
             for block in stage.model.layers.values():

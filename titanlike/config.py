@@ -279,11 +279,15 @@ class CompileConfig(Section):
     """torch.compile."""
 
     enable: bool = False
-    """Compile the model. A graph break is an error."""
+    """Compile the model. A graph break is an error. Without a C++ compiler the model runs as it is, with a warning."""
 
     scope: Literal["stage", "block"] = "block"
     """stage: one graph for all that a pipeline stage computes. block: one graph that all blocks share, so that the time
     to compile does not grow with the depth."""
+
+    memory_budget: float = Field(1.0, ge=0, le=1)
+    """The share of the activation memory that compiled graphs would keep which they may keep; the compiler chooses what
+    is computed again in the backward, from what is cheapest on."""
 
 
 class ActivationCheckpointConfig(Section):

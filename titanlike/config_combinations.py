@@ -73,7 +73,7 @@ def without_effect(config: Config) -> dict[str, str]:
     if optimizer.weight_decay == 0:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
     if not config.compile.enable:
-        inert["compile.scope"] = "compile.enable = false"
+        inert |= {f"compile.{name}": "compile.enable = false" for name in ("scope", "memory_budget")}
     if not config.metrics.wandb:
         inert |= {f"metrics.{name}": "metrics.wandb = false" for name in ("wandb_project", "wandb_offline")}
     if config.profile.steps is None:
@@ -129,6 +129,16 @@ def _check_experts(config: Config, dp: int) -> None:
 
 def _check_compile(config: Config) -> None:
     compile_, mode = config.compile, config.activation_checkpoint.mode
+    if compile_.enable and compile_.memory_budget < 1 and mode != "none":
+        raise UserError(
+            f'compile.memory_budget = {compile_.memory_budget} and activation_checkpoint.mode = "{mode}" both decide '
+            "what is recomputed: give only one of them"
+        )
+    if compile_.enable and compile_.memory_budget < 1 and config.mesh.tp > 1:
+        raise UserError(
+            f"compile.memory_budget = {compile_.memory_budget} cannot be used with mesh.tp > 1, because torch cannot "
+            'weigh the activations of a graph with collectives: use activation_checkpoint.mode = "selective"'
+        )
     if compile_.enable and compile_.scope == "stage" and mode == "full" and config.mesh.tp > 1:
         raise UserError(
             'activation_checkpoint.mode = "full" with mesh.tp > 1 cannot be compiled by stage (a limit of torch): use '

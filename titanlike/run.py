@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.compile import missing_compiler
 from titanlike import __version__, out_of_memory
 from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
 from titanlike.checkpoint.loading import together
@@ -139,6 +140,11 @@ class Run:
         self.last_val_loss = self.best_val_loss = math.inf
         self.samples = Samples(trainer, data.tokenizer) if config.validation.generate.prompts else None
         self.compile_watch = CompileWatch() if config.compile.enable else None
+        if config.compile.enable and (why := missing_compiler()) is not None:
+            metrics.message(
+                f"warning: compile.enable = true, but there is no C++ compiler here ({why}): the model runs as it is, "
+                "uncompiled; install g++ or clang, or name one in the environment variable CXX"
+            )
         self.timers = Timers(self.mesh.device.type)
         self.health = Health(trainer) if config.metrics.health_interval else None
         self.throughput = throughput(config, trainer)

@@ -119,6 +119,14 @@ def test_no_tp_rank_is_left_without_vocabulary(tp: int) -> None:
             assert loaded.model_config_for(size).vocab_size == size
 
 
+def test_a_memory_budget_is_refused_where_torch_has_none() -> None:
+    """Symptom: with tp the compiler ends with "Cannot compute the size of FakeScriptObject"; with recomputed blocks
+    there is nothing left to choose from."""
+    budget = {"compile__enable": True, "compile__memory_budget": 0.5}
+    assert "cannot be used with mesh.tp > 1" in refusal(2, mesh__tp=2, **budget)
+    assert "give only one of them" in refusal(1, activation_checkpoint__mode="full", **budget)
+
+
 # Keys without effect.
 
 
@@ -140,6 +148,7 @@ def test_a_pipeline_key_without_a_pipeline_is_refused(key: str) -> None:
         ({"optimizer.name": "sgd", "optimizer.eps": 1e-6}, 'optimizer.name = "sgd"'),
         ({"optimizer.weight_decay": 0, "optimizer.decay_embeddings": False}, "optimizer.weight_decay = 0"),
         ({"mesh.sequence_parallel": False}, "mesh.tp = 1"),
+        ({"compile.memory_budget": 0.5}, "compile.enable = false"),
         ({"schedule.decay_steps": 5}, 'schedule.decay = "none"'),
         ({"schedule.min_lr_ratio": 0.1}, 'schedule.decay = "none"'),
     ],

@@ -1,0 +1,65 @@
+"""Compiled stages: without a compiler, and with less memory for activations."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from parallelize.compile import missing_compiler
+from tests.distributed.compare import Case, assert_same_run, batches, case, trainer_of
+from tests.ranks import run_ranks
+
+
+def test_without_a_compiler_the_model_runs_as_it_is() -> None:
+    """Symptom: on a machine without g++ the first step ends with a hundred lines of the compiler's stack."""
+    graphs, why = run_ranks(1, _step_without_compiler, case(steps=1, compile__enable=True))[0]
+    assert graphs == 0
+    assert "No working C++ compiler" in why and "/nowhere/g++" in why
+
+
+def _step_without_compiler(asked: Case) -> tuple[int, str]:
+    from torch._dynamo.utils import counters
+    from torch._inductor import config, cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear() if hasattr(cpp_builder.cpp_compiler_search, "cache_clear") else None
+    before, config.cpp.cxx = config.cpp.cxx, (None, "/nowhere/g++")
+    try:
+        trainer = trainer_of(asked)
+        for batch in batches(asked, trainer.config):
+            trainer.train_step(batch)
+        return counters["stats"]["unique_graphs"], missing_compiler() or ""
+    finally:
+        config.cpp.cxx = before
+
+
+@pytest.mark.slow
+def test_a_budget_for_activations_keeps_less_and_changes_nothing() -> None:
+    """Symptom: the setting has no effect, or what is computed again differs."""
+    if missing_compiler() is not None:
+        pytest.skip("there is no C++ compiler here")
+    asked = {"steps": 1, "compile__enable": True, "train__microbatch_size": 2}
+    kept = [run_ranks(1, _kept, case(**asked, compile__memory_budget=budget))[0] for budget in (1.0, 0.2)]
+    assert kept[1] < 0.7 * kept[0]
+    assert_same_run(case(**asked, compile__memory_budget=0.2))
+
+
+def _kept(asked: Case) -> int:
+    """Bytes that the compiled graphs keep for the backward, of one microbatch."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    trainer = trainer_of(asked)
+    batch = next(batches(asked, trainer.config))
+    own = {parameter.untyped_storage().data_ptr() for parameter in trainer.built.stages[0].parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = trainer.built.stages[0](batch.tokens[:2], batch.labels[:2])
+    loss.backward()
+    return sum(kept.values())
