@@ -46,14 +46,16 @@ class Moments:
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGUSR1 into a wish that the loop reads between steps: finish the step, save, exit 0.
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a wish that the loop reads between steps: finish the step, save, exit 0.
 
-    A scheduler sends the first before it kills, and many can send the second some minutes ahead. A second SIGTERM acts
-    as it would have without this, and ends the process even where Python's own handlers cannot run, because the main
-    thread waits in a collective. Install from the main thread.
+    A scheduler sends the first before it kills, and many can send the second some minutes ahead; the third is Ctrl-C.
+    A second SIGTERM or SIGINT acts as it would have without this, and ends the process even where Python's own handlers
+    cannot run, because the main thread waits in a collective. Install from the main thread.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    ENDING = (signal.SIGTERM, signal.SIGINT)
+    """those of which a second one ends the process at once"""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -89,17 +91,17 @@ class StopSignal:
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
 
-    @staticmethod
-    def _count(pipe: int) -> None:
-        terms = 0
+    @classmethod
+    def _count(cls, pipe: int) -> None:
+        ends = 0
         while (number := os.read(pipe, 1)) not in (b"\0", b""):
-            terms += number[0] == signal.SIGTERM
-            if terms == 2:
+            ends += number[0] in cls.ENDING
+            if ends == 2:
                 print("told to end a second time: ended at once, nothing saved", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+                os._exit(128 + number[0])
         os.close(pipe)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        if number == signal.SIGTERM:
+        if number in self.ENDING:
             signal.signal(number, self._before[number])  # type: ignore[arg-type]

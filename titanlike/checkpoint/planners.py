@@ -118,7 +118,10 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         assert isinstance(stored, TensorStorageMetadata)  # nothing else is written
         shape, wanted = tuple(stored.size), tuple(shard.global_shape)
         if shape != wanted:
-            raise CheckpointError(f"{name} has shape {shape} in {self.source}, but {wanted} in this run")
+            raise CheckpointError(
+                f"{name} has shape {shape} in {self.source}, but {wanted} in this run: a model of other sizes needs "
+                "another run.name"
+            )
         if not self.partial and stored.properties.dtype != shard.tensor.dtype:
             have, want = stored.properties.dtype, shard.tensor.dtype
             raise CheckpointError(f"{name} is {have} in {self.source}, but {want} in this run")

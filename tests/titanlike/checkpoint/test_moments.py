@@ -93,7 +93,7 @@ def test_retention_never_deletes_the_newest_good_one(tmp_path: Path) -> None:
     assert sorted(path.name[-1] for path in checkpointer.root.iterdir()) == ["3", "4"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_stops(number: signal.Signals, tmp_path: Path) -> None:
     before = [signal.getsignal(n) for n in StopSignal.SIGNALS]
     stop = StopSignal().install()
