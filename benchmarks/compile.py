@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
 
-from contenders import print_table, write_json
+from contenders import alone, print_table, write_json
 
 
 def measure(layers: int, scope: str, dim: int, tokens: int) -> dict[str, float]:
@@ -51,11 +49,8 @@ def measure(layers: int, scope: str, dim: int, tokens: int) -> dict[str, float]:
 
 def in_process(layers: int, scope: str, args: argparse.Namespace, cache: str) -> dict[str, float]:
     """The measurement in a process of its own, with a compile cache."""
-    command = [sys.executable, __file__, "--one", str(layers), scope, "--dim", str(args.dim)]
-    command += ["--tokens", str(args.tokens)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = [__file__, "--one", str(layers), scope, "--dim", str(args.dim), "--tokens", str(args.tokens)]
+    return alone(arguments, TORCHINDUCTOR_CACHE_DIR=cache)
 
 
 def main() -> None:

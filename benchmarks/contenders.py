@@ -10,6 +10,7 @@ Properties:
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 import json
@@ -19,6 +20,7 @@ import platform
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -230,6 +232,22 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float,
 def spread(values: tuple[float, float, float]) -> str:
     """`1.02  1.00..1.05`"""
     return f"{values[0]:.2f}  {values[1]:.2f}..{values[2]:.2f}"
+
+
+def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """How long to measure, and where to write; `seconds` by default."""
+    parser.add_argument("--rounds", type=int, default=5, help="at most so many (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="about so long, if 2 rounds fit (default: %(default)s)"
+    )
+    parser.add_argument("--json", help="write the results here")
+
+
+def alone(arguments: Sequence[str], **environment: str) -> Any:
+    """The JSON on the last line that a script prints, run in a process of its own with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from typing import Any
 
-from contenders import print_table, write_json
+from contenders import alone, print_table, write_json
 
 MODES = ("none", "selective", "full")
 
@@ -97,12 +96,9 @@ def main() -> None:
     first = 0.0
     for mode in MODES:
         for chunk in (0, args.chunk):
-            command = [sys.executable, *sys.argv, "--one", mode, str(chunk)]
             # The allocator gives large blocks back at once, so that resident memory is what is in use.
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
-            environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
+            arguments = [*sys.argv, "--one", mode, str(chunk)]
+            found = alone(arguments, MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536")
             first = first or found["measured"]
             rows.append(
                 [

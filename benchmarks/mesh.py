@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from contenders import Contender, Steps, in_turns, machine, print_table, ratio, spread, write_json
+from contenders import Contender, Steps, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
 from steps import titanlike_steps, torch_steps
 
 # name -> (title, ranks, steps, keys and the number of microbatches of the step)
@@ -63,11 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", default=DEFAULT, choices=list(CONTENDERS), help=f"(default: {' '.join(DEFAULT)})"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="at most so many (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=120, help="about so long, if 2 rounds fit (default: %(default)s)"
-    )
-    parser.add_argument("--json", help="write the results here")
+    add_arguments(parser, seconds=120)
     args = parser.parse_args()
     if args.rows % 8:
         parser.error(f"--rows must be a multiple of 8, not {args.rows}: the pipeline has 8 microbatches")

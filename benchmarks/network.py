@@ -21,7 +21,7 @@ import subprocess
 import sys
 from typing import Any
 
-from contenders import Contender, in_turns, machine, print_table, ratio, spread, write_json
+from contenders import Contender, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
 from steps import titanlike_steps
 
 
@@ -83,11 +83,7 @@ def main() -> int:
         help="what gradients are sent in (default: both)",
     )  # fmt: skip
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="optimizer.bucket_mb (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="at most so many (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=110, help="about so long, if 2 rounds fit (default: %(default)s)"
-    )
-    parser.add_argument("--json", help="write the results here")
+    add_arguments(parser, seconds=110)
     args = parser.parse_args()
     if args.rows % 2:
         parser.error(f"--rows must be even, not {args.rows}")

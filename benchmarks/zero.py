@@ -15,7 +15,7 @@ import argparse
 import statistics
 from typing import Any
 
-from contenders import Contender, in_turns, machine, print_table, ratio, spread, write_json
+from contenders import Contender, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
 from steps import titanlike_steps, torch_steps
 
 
@@ -28,11 +28,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 16], help="per rank (default: 1 4 16)")
     parser.add_argument("--dp", type=int, nargs="+", default=[2, 1], choices=[1, 2], help="ranks (default: 2 1)")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="optimizer.bucket_mb (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="at most so many (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=110, help="about so long, if 2 rounds fit (default: %(default)s)"
-    )
-    parser.add_argument("--json", help="write the results here")
+    add_arguments(parser, seconds=110)
     args = parser.parse_args()
     print(f"{machine()}")
     print(f"{args.preset}, float32, microbatches of 1 x {args.seq_len} tokens, 1 thread per rank")

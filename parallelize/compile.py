@@ -73,7 +73,5 @@ def compile_stage(stage: nn.Module, scope: str, checkpoint_mode: str, keep: tupl
         else:  # a whole block is recomputed by running its graph again
             block.forward = _compiled(block.forward)
             apply_activation_checkpoint(block, checkpoint_mode, keep)
-    if isinstance(stage.loss, ChunkedLoss):  # one graph for all chunks, run again to recompute
-        stage.loss.inner = _compiled(stage.loss.inner)
-    else:
-        stage.loss = _compiled(stage.loss)  # type: ignore[assignment]
+    assert isinstance(stage.loss, ChunkedLoss)
+    stage.loss.inner = _compiled(stage.loss.inner)  # one graph for all chunks, run again to recompute

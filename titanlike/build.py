@@ -126,6 +126,8 @@ class Built:
     """by name: state of this rank's stages that no gradient moves"""
     width: int
     """of the residual stream"""
+    uncompiled: str | None
+    """why nothing is compiled though the config asks for it"""
 
 
 @dataclasses.dataclass
@@ -210,14 +212,15 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     )
     stages, indices, stage_ranks, split = parts.stages, parts.indices, parts.stage_ranks, parts.layers_per_stage
     num_stages = len(stage_ranks)
-    compiled = config.compile.enable and missing_compiler() is None
+    compiled = config.compile.enable
+    uncompiled = missing_compiler() if compiled else None
+    compiled = compiled and uncompiled is None
     if compiled:
         separate_cache(mesh.rank)
         keep_activations(config.compile.memory_budget)
     positions = loss_positions(config, model_config.vocab_size)
     for stage in stages:
-        if stage.last and positions < config.train.seq_len:
-            stage.loss = ChunkedLoss(stage.loss, positions)
+        stage.loss = ChunkedLoss(stage.loss, positions)
         if prepare is not None:
             prepare(stage)
         if compiled:
@@ -259,16 +262,17 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         zero.set_master(named.name, draw_box(plain, config.run.seed, named.name, shape, box, device))
     zero.gather()
     buffers = materialise_buffers(stages, device, master_dtype(dtype))
-    return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers, stream_width(plain))
+    return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers, stream_width(plain), uncompiled)
 
 
-def loss_positions(config: Config, vocab_size: int) -> int:
-    """How many positions of each sequence have logits at a time (`train.loss_chunk`); not more than there are."""
+def loss_positions(config: Config, vocab_size: int) -> int | None:
+    """How many positions of each sequence have logits at a time (`train.loss_chunk`); None: all, however long the
+    sequences of a data stage are."""
     chunk = config.train.loss_chunk
     if chunk is None:
         row = config.train.microbatch_size * -(-vocab_size // config.mesh.tp) * 4  # bytes in float32
-        chunk = max(1, LOGITS_BYTES // row)
-    return min(chunk, config.train.seq_len) or config.train.seq_len
+        return max(1, LOGITS_BYTES // row)
+    return chunk or None
 
 
 def materialise(

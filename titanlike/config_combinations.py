@@ -134,10 +134,10 @@ def _check_compile(config: Config) -> None:
             f'compile.memory_budget = {compile_.memory_budget} and activation_checkpoint.mode = "{mode}" both decide '
             "what is recomputed: give only one of them"
         )
-    if compile_.enable and compile_.memory_budget < 1 and config.mesh.tp > 1:
+    if compile_.enable and compile_.memory_budget < 1 and max(config.mesh.tp, config.mesh.ep) > 1:
         raise UserError(
-            f"compile.memory_budget = {compile_.memory_budget} cannot be used with mesh.tp > 1, because torch cannot "
-            'weigh the activations of a graph with collectives: use activation_checkpoint.mode = "selective"'
+            f"compile.memory_budget = {compile_.memory_budget} cannot be used with mesh.tp or mesh.ep > 1: torch "
+            'cannot weigh the activations of a graph with collectives: use activation_checkpoint.mode = "selective"'
         )
     if compile_.enable and compile_.scope == "stage" and mode == "full" and config.mesh.tp > 1:
         raise UserError(

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.compile import missing_compiler
 from titanlike import __version__, out_of_memory
 from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
 from titanlike.checkpoint.loading import together
@@ -139,10 +138,11 @@ class Run:
         self.tokens = 0
         self.last_val_loss = self.best_val_loss = math.inf
         self.samples = Samples(trainer, data.tokenizer) if config.validation.generate.prompts else None
-        self.compile_watch = CompileWatch() if config.compile.enable else None
-        if config.compile.enable and (why := missing_compiler()) is not None:
+        uncompiled = trainer.built.uncompiled
+        self.compile_watch = CompileWatch() if config.compile.enable and uncompiled is None else None
+        if uncompiled is not None:
             metrics.message(
-                f"warning: compile.enable = true, but there is no C++ compiler here ({why}): the model runs as it is, "
+                f"warning: compile.enable = true, but there is no C++ compiler here ({uncompiled}): the model runs "
                 "uncompiled; install g++ or clang, or name one in the environment variable CXX"
             )
         self.timers = Timers(self.mesh.device.type)

@@ -54,19 +54,21 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("chunk", "positions"), [(0, 8), (2, 2)])
-def test_no_operation_gives_the_logits_of_all_positions(chunk: int, positions: int) -> None:
-    """Symptom: memory as without chunks. With 5000 ids and a model of 16 dims, the logits are the largest tensors."""
+@pytest.mark.parametrize(("chunk", "times", "positions"), [(0, 1, 8), (2, 1, 2), (8, 2, 8)])
+def test_no_operation_gives_the_logits_of_all_positions(chunk: int, times: int, positions: int) -> None:
+    """Symptom: memory as without chunks. With 5000 ids and a model of 16 dims, the logits are the largest
+    tensors. A data stage may have sequences longer than train.seq_len."""
     vocab = 5000
     asked = Case(changes=case(steps=1, train__loss_chunk=chunk, train__microbatch_size=2).changes, vocab=vocab)
-    assert run_ranks(1, _largest, asked) == [max(2 * positions * vocab, vocab * 16)]
+    assert run_ranks(1, _largest, asked, times) == [max(2 * positions * vocab, vocab * 16)]
 
 
-def _largest(asked: Case) -> int:
+def _largest(asked: Case, times: int) -> int:
+    """Of a microbatch whose sequences are so many times as long as train.seq_len."""
     trainer = trainer_of(asked)
     batch = next(batches(asked, trainer.config))
     with _Largest() as largest:
-        trainer.built.stages[0](batch.tokens[:2], batch.labels[:2]).backward()
+        trainer.built.stages[0](batch.tokens[:2].repeat(1, times), batch.labels[:2].repeat(1, times)).backward()
     return largest.elements
 
 
@@ -74,10 +76,11 @@ def test_large_logits_are_cut_without_being_asked() -> None:
     """Symptom: out of memory at the loss with a large vocabulary."""
     row = 128_256 * 4
     config = load_config(None, {"model.preset": "debug", "train.seq_len": 256})
-    assert loss_positions(config, 259) == 256
+    assert (loss_positions(config, 259) or 0) > 256
     long = load_config(None, {"model.preset": "debug", "train.seq_len": 4096, "model.max_seq_len": 4096})
-    assert loss_positions(long, 128_256) == LOGITS_BYTES // row < 4096
+    assert loss_positions(long, 128_256) == LOGITS_BYTES // row
+    assert LOGITS_BYTES // row < 4096
     whole = load_config(
         None, {"model.preset": "debug", "train.seq_len": 4096, "model.max_seq_len": 4096, "train.loss_chunk": 0}
     )
-    assert loss_positions(whole, 128_256) == 4096
+    assert loss_positions(whole, 128_256) is None

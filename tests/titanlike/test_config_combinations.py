@@ -123,7 +123,7 @@ def test_a_memory_budget_is_refused_where_torch_has_none() -> None:
     """Symptom: with tp the compiler ends with "Cannot compute the size of FakeScriptObject"; with recomputed blocks
     there is nothing left to choose from."""
     budget = {"compile__enable": True, "compile__memory_budget": 0.5}
-    assert "cannot be used with mesh.tp > 1" in refusal(2, mesh__tp=2, **budget)
+    assert "cannot be used with mesh.tp or mesh.ep > 1" in refusal(2, mesh__tp=2, **budget)
     assert "give only one of them" in refusal(1, activation_checkpoint__mode="full", **budget)
 
 

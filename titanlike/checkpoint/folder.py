@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import re
 import secrets
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlike.checkpoint import files
 from titanlike.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from titanlike.errors import UserError
 
 TEMPORARY = ".tmp-"  # a save that has not been committed
 REPLACED = ".replaced-"  # a checkpoint that a save of the same step takes the place of, until that save is in its place
@@ -23,6 +27,27 @@ TRASH = ".trash-"  # being deleted
 
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(re.escape(REPLACED) + r"(step-\d{8,})-[0-9a-f]+")
+
+
+@contextmanager
+def new_folder(out: Path) -> Generator[Path]:
+    """A temporary sibling to write into, which gets the name `out` when the block is left: the folder appears whole or
+    not at all. Raises UserError if `out` exists or cannot be written."""
+    if out.exists():
+        raise UserError(f"{out} exists already: give a new name")
+    temporary = out.parent / f"{TEMPORARY}{out.name}"
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    try:
+        files.make_folder(temporary)
+        yield temporary
+        files.sync_folder(temporary)
+        files.rename(temporary, out)
+        files.sync_folder(out.parent)
+    except OSError as error:
+        raise UserError(f"{out} could not be written: {error.strerror or error}: {error.filename}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # still there after an error alone
 
 
 def step_name(step: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from titanlike.checkpoint import files
+from titanlike.checkpoint.folder import new_folder
 from titanlike.checkpoint.hf_config import form_for, hf_parts, to_hf_config
 from titanlike.checkpoint.manifest import CheckpointError, to_json
 from titanlike.checkpoint.reader import TensorIndex
@@ -167,11 +167,7 @@ def export_hf(
             room = MAX_FILE_BYTES
         groups[-1][key] = part
         room -= size
-    temporary = out.parent / f".tmp-{out.name}"
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    try:
-        files.make_folder(temporary)
+    with new_folder(out) as temporary:
         weight_map: dict[str, str] = {}
         for number, group in enumerate(groups, start=1):
             many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -187,12 +183,6 @@ def export_hf(
         files.write_file(temporary / "config.json", [to_json(config)])
         for name, data in (extra_files or {}).items():
             files.write_file(temporary / name, [data])
-        files.sync_folder(temporary)
-        files.rename(temporary, out)
-        files.sync_folder(out.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"{out} could not be written: {error.strerror or error}: {error.filename}") from error
 
 
 def _stream(index: TensorIndex, tensors: Tensors, dtype: torch.dtype) -> Iterator[bytes | memoryview]:

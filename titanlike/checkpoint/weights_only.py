@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import titanlike
 from titanlike.checkpoint import files, folder, manifest
 from titanlike.checkpoint.digest import add, box_digest, digest_text
 from titanlike.checkpoint.tensorfile import DTYPE_NAMES, as_bytes, make_header
-from titanlike.errors import UserError
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -29,23 +27,8 @@ def write_weights_only(
     first to last, as contiguous CPU tensors of its dtype, or the whole tensor if it has no dims. `state` is for
     state.json. Raises UserError.
     """
-    if out.exists():
-        raise UserError(f"{out} exists already: give a new name")
-    temporary = out.parent / f"{folder.TEMPORARY}{out.name}"
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    try:
-        files.make_folder(temporary)
+    with folder.new_folder(out) as temporary:
         _write_files(temporary, specs, pieces, {**state, "step": step, "weights_only": True})
-        files.sync_folder(temporary)
-        files.rename(temporary, out)
-        files.sync_folder(out.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"{out} could not be written: {error.strerror or error}: {error.filename}") from error
-    except UserError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _write_files(
