@@ -6,19 +6,26 @@ Prints, for each contender, tokens per second (median over the rounds), the spee
 DDP and FSDP2 in the same round (median, and least..most), and whether the loss after the same number of steps is that
 of the first contender. Goals: dp 2 / tp 2 / pp 2 with 8 microbatches 1.85 / 1.55 / 1.70 times 1 rank; dp 2 at least
 1.00 times DDP and 1.5 times FSDP2. All take the same global batch: dp in one microbatch per rank, the pipeline in 4
-(pp4, zbv4) or 8 (pp8, zbv8). With --compile every contender is compiled (ours by the default scope, DDP whole, FSDP2
-block by block) but zbv, which cannot be.
+(pp4, zbv4) or 8 (pp8, zbv8).
+
+Where torchtitan 0.2.2 is installed (`pip install torchtitan==0.2.2`) it is a contender on each kind of mesh (titan-*),
+and a second table has our speed as a multiple of its own on the same kind.
+
+With --compile every contender is compiled (ours by the default scope, DDP whole, FSDP2 and torchtitan block by block)
+but zbv, which cannot be, and titan-tp, which is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from contenders import Contender, Steps, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
 from steps import titanlike_steps, torch_steps
+from torchtitan_steps import fails, missing, torchtitan_steps
 
 # name -> (title, ranks, steps, keys and the number of microbatches of the step)
 CONTENDERS: dict[str, tuple[str, int, Callable[[Any], Steps], dict[str, Any], int]] = {
@@ -31,14 +38,22 @@ CONTENDERS: dict[str, tuple[str, int, Callable[[Any], Steps], dict[str, Any], in
     "zbv8": ("titanlike pp 2, zbv, 8 microbatches", 2, titanlike_steps, {"mesh.pp": 2, "pipeline.schedule": "zbv"}, 8),
     "ddp": ("torch DDP 2", 2, torch_steps, {"style": "ddp"}, 1),
     "fsdp": ("torch FSDP2 2", 2, torch_steps, {"style": "fsdp"}, 1),
+    "titan-one": ("torchtitan 1 rank", 1, torchtitan_steps, {"style": "one"}, 1),
+    "titan-ddp": ("torchtitan DDP 2", 2, torchtitan_steps, {"style": "ddp"}, 1),
+    "titan-fsdp": ("torchtitan FSDP2 2", 2, torchtitan_steps, {"style": "fsdp"}, 1),
+    "titan-tp": ("torchtitan tp 2", 2, torchtitan_steps, {"style": "tp"}, 1),
+    "titan-pp8": ("torchtitan pp 2, 1f1b, 8 microbatches", 2, torchtitan_steps, {"style": "pp"}, 8),
 }
-DEFAULT = ["one", "dp", "tp", "pp4", "pp8", "ddp", "fsdp"]
+TITAN = [name for name in CONTENDERS if name.startswith("titan-")]
+DEFAULT = ["one", "dp", "tp", "pp4", "pp8", "ddp", "fsdp", *TITAN]
+SAME_MESH = [("one", "titan-one"), ("dp", "titan-ddp"), ("dp", "titan-fsdp"), ("tp", "titan-tp"), ("pp8", "titan-pp8")]
+"""which of ours is beside which of torchtitan's"""
 
 
 def start(name: str, args: argparse.Namespace) -> Contender:
     """The ranks of a contender, being set up."""
     title, ranks, setup, keys, microbatches = CONTENDERS[name]
-    dp = ranks if setup is torch_steps else keys.get("mesh.dp", 1)
+    dp = ranks if keys.get("style") in ("ddp", "fsdp") else keys.get("mesh.dp", 1)
     settings = {
         "model.preset": args.preset,
         "train.seq_len": args.seq_len,
@@ -48,6 +63,16 @@ def start(name: str, args: argparse.Namespace) -> Contender:
         "compile.enable": args.compile and "zbv" not in name,
     }
     return Contender(title, ranks, setup, settings | keys)
+
+
+def left_out(names: list[str], compiled: bool) -> dict[str, str]:
+    """Those of the contenders that cannot be measured, and why, in one sentence."""
+    found = {}
+    for name in names:
+        why = (missing() or fails(CONTENDERS[name][3]["style"], compiled)) if name in TITAN else None
+        if why is not None:
+            found[name] = why
+    return found
 
 
 def main() -> None:
@@ -68,6 +93,12 @@ def main() -> None:
     if args.rows % 8:
         parser.error(f"--rows must be a multiple of 8, not {args.rows}: the pipeline has 8 microbatches")
     names = [*dict.fromkeys(args.contenders)]
+    out = left_out(names, args.compile)
+    names = [name for name in names if name not in out]
+    for why in dict.fromkeys(out.values()):
+        print(f"{', '.join(name for name in out if out[name] == why)}: {why}", file=sys.stderr)
+    if not names:
+        raise SystemExit(2)
     print(f"{machine()}")
     how = "compiled" if args.compile else "eager"
     print(f"{args.preset}, float32, {how}, {args.rows} x {args.seq_len} tokens a step, 1 thread per rank")
@@ -85,7 +116,7 @@ def main() -> None:
         for contender in contenders.values():
             contender.end()
     rows, results = [], []
-    against = [name for name in ("one", "ddp", "fsdp") if name in names]
+    against = [name for name in ("one", "ddp", "fsdp", "titan-one") if name in names]
     for name in names:
         speeds = {other: ratio(took[other], took[name]) for other in against}
         seconds = statistics.median(took[name])
@@ -96,8 +127,17 @@ def main() -> None:
             {"contender": title, "seconds": took[name], "median_s": seconds, "speed_against": speeds}
             | {"loss": losses[name]}
         )
-    titles = {"one": "x 1 rank", "ddp": "x DDP", "fsdp": "x FSDP2"}
+    titles = {"one": "x 1 rank", "ddp": "x DDP", "fsdp": "x FSDP2", "titan-one": "x torchtitan 1 rank"}
     print_table(["", "tok/s", *(titles[name] for name in against), "loss"], rows)
+    beside = [(ours, theirs) for ours, theirs in SAME_MESH if ours in names and theirs in names]
+    if beside:
+        print()
+        speeds = {pair: ratio(took[pair[1]], took[pair[0]]) for pair in beside}
+        pairs = [[f"{contenders[a].name} / {contenders[b].name}", spread(speeds[a, b])] for a, b in beside]
+        print_table(["", "speed"], pairs)
+        results += [
+            {"contender": contenders[a].name, "beside": contenders[b].name, "speed": speeds[a, b]} for a, b in beside
+        ]
     write_json(args.json, "mesh", vars(args), results)
 
 
