@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from titanlike.errors import run_main
+from titanlike.printable import printable
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_lines(value: dict[str, Any], lines: list[str], args: argparse.Namespace) -> int:
-    print(json.dumps(value) if args.json else "\n".join(lines))
+    print(json.dumps(value) if args.json else printable("\n".join(lines)))
     return 0
 
 
@@ -115,7 +116,7 @@ def print_table(columns: list[str], rows: list[list[str]], title: str | None = N
             column, justify="right" if column in ("step", "size", "files", "boxes") else "left", overflow="fold"
         )
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     # A pipe has no width: nothing is cut there.
     Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)
 
@@ -124,7 +125,7 @@ def show_list(rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"checkpoints": rows}))
     elif not rows:
-        print(f"no checkpoints in {args.path}")
+        print(f"no checkpoints in {printable(args.path)}")
     else:
         print_table(
             ["step", "saved", "size", "files", "digest", ""],
@@ -198,7 +199,7 @@ def show_verification(results: list[tuple[str, str | None]], args: argparse.Name
         print(json.dumps({"checked": len(results), "problems": problems}))
     else:
         for problem in problems:
-            print(problem)
+            print(printable(problem))
         print(f"{len(results)} checks, {len(problems)} problems")
     return 1 if problems else 0
 

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 from titanlike.errors import run_main
+from titanlike.printable import printable
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
     from titanlike.replay import replay
 
     for line in replay(options.run, options.step):
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from titanlike.errors import UserError, run_main
+from titanlike.printable import printable
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +48,7 @@ def main() -> int:
 
         first, second = options.compare
         text, agree = compare_runs(first, second, options.tolerance)
-        print(text)
+        print(printable(text))
         return 0 if agree else 1
 
     from titanlike.metrics.report import load_runs, render

@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from titanlike.printable import printable
+
 YIELD_S = 2.0
 """Seconds for which a rank whose words are not needed waits for the launcher to end it."""
 
@@ -76,7 +78,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     except UserError as error:
         if not first:
             time.sleep(YIELD_S)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         if first:

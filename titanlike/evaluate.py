@@ -19,6 +19,7 @@ from titanlike import cli
 from titanlike.config import Config, config_keys, load_config
 from titanlike.config_keys import nearest
 from titanlike.errors import UserError
+from titanlike.printable import printable
 
 if TYPE_CHECKING:
     from titanlike.generate.model import InferenceModel
@@ -256,13 +257,13 @@ def report(what: str, scores: dict[str, Score], as_json: bool, out: TextIO) -> N
         }
         print(json.dumps({"source": what, "sets": sets}), file=out)
         return
-    print(what, file=out)
+    print(printable(what), file=out)
     width = max(4, *map(len, scores))
     print(f"{'set':{width}}  {'loss':>10}  {'perplexity':>12}  {'bits/byte':>10}  {'tokens':>13}", file=out)
     for name, score in scores.items():
         bits = "" if score.bits_per_byte is None else f"{score.bits_per_byte:.5f}"
         row = f"{name:{width}}  {score.loss:10.6f}  {score.perplexity:12.4f}  {bits:>10}  {score.tokens:13,}"
-        print(row, file=out)
+        print(printable(row), file=out)
 
 
 def evaluate_tasks(
@@ -286,7 +287,8 @@ def evaluate_tasks(
     if options.json:
         print(json.dumps({"source": source.what, "tasks": results}), file=out)
         return
-    print(source.what, file=out)
+    print(printable(source.what), file=out)
     for task, values in results.items():
         for name, value in values.items():
-            print(f"{task}  {name}  {value:.6f}" if isinstance(value, float) else f"{task}  {name}  {value}", file=out)
+            shown = f"{value:.6f}" if isinstance(value, float) else value
+            print(printable(f"{task}  {name}  {shown}"), file=out)

@@ -15,6 +15,7 @@ from titanlike.config_input import from_text
 from titanlike.config_keys import nearest
 from titanlike.errors import UserError
 from titanlike.generate.text import Decode, StopStrings, TextStream
+from titanlike.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from titanlike.generate.generator import Completion, Timing
@@ -119,7 +120,7 @@ def new_tokens(options: argparse.Namespace, prompts: Sequence[Sequence[int]], lo
 
 
 class Printer:
-    """Prints completions in the order of the prompts, each as it grows."""
+    """Prints completions in the order of the prompts, each as it grows. Control characters are made visible."""
 
     def __init__(self, prompts: Sequence[str], decode: Decode, stop: StopStrings, out: TextIO) -> None:
         self._prompts, self._decode, self._stop, self._out = prompts, decode, stop, out
@@ -149,12 +150,12 @@ class Printer:
         if self._shown < 0:
             if len(self._prompts) > 1:
                 self._out.write(f"--- prompt {self._at + 1}\n")
-            self._out.write(self._prompts[self._at])
+            self._out.write(printable(self._prompts[self._at]))
             self._shown = 0
         text, whole = self._texts[self._at], self._whole[self._at]
         # The end of an unfinished text may be the beginning of a stop string.
         safe = len(text) if whole else max(self._shown, len(text) - max(0, self._stop.longest - 1))
-        self._out.write(text[self._shown : safe])
+        self._out.write(printable(text[self._shown : safe]))
         self._shown = safe
         if whole:
             self._out.write("\n")
@@ -218,12 +219,12 @@ def main(argv: Sequence[str], out: TextIO | None = None) -> None:
         return
     if options.json:
         texts = [stop.cut(tokenizer.decode(completion.ids)) for completion in completions]
-        json.dump(as_json(source.what, prompts, texts, completions, timing), out, ensure_ascii=False)
-        out.write("\n")
+        said = json.dumps(as_json(source.what, prompts, texts, completions, timing), ensure_ascii=False)
+        out.write(printable_json(said) + "\n")
         return
     for number, completion in enumerate(completions):
         printer.tokens(number, completion.ids, True)
-    print(f"{source.what}; {summary(timing)}", file=sys.stderr)
+    print(printable(f"{source.what}; {summary(timing)}"), file=sys.stderr)
 
 
 def summary(timing: Timing) -> str:

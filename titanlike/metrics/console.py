@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from titanlike.printable import printable
+
 ETA_WINDOW = 50  # steps whose wall time the estimate of the remaining time averages
 PIPED_WIDTH = 120
 MIN_BAR, MAX_BAR = 6, 40  # characters
@@ -57,7 +59,8 @@ class Console:
             print(" | ".join([f"step {step}/{self._total_steps}", *parts]), file=self._rich.file, flush=True)
 
     def message(self, text: str) -> None:
-        """Print a line (or several) above the bar."""
+        """Print a line (or several) above the bar, what a terminal would obey in it made visible."""
+        text = printable(text)
         if self.is_terminal:
             self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlike.printable import printable
+
 MAX_RANKS_LISTED = 8
 
 
@@ -171,7 +173,7 @@ def _plain(text: str) -> Any:
     """Text that rich shows as it is: a path may hold square brackets, which rich would take for markup."""
     from rich.text import Text
 
-    return Text(text)
+    return Text(printable(text))
 
 
 def format_count(count: int) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from titanlike.printable import printable
 from titanlike.verify.compare import TOLERANCE, Check, Difference
 from titanlike.verify.pieces import ACTIVATIONS, CHECKS, COMPUTE_WEIGHTS, WEIGHTS
 from titanlike.verify.shrink import STEPS
@@ -132,7 +133,7 @@ def _about_table(report: Report) -> Any:
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in report.about:
-        table.add_row(label, Text(value))
+        table.add_row(label, Text(printable(value)))
     if report.changes:
         small = ", ".join(
             f"{key.removeprefix('model.')} {_short(old)} -> {_short(new)}" for key, old, new in report.changes
