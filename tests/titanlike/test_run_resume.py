@@ -205,9 +205,9 @@ def test_a_run_goes_back_to_an_older_step_and_stays_on_that_branch(tmp_path: Pat
 # --- a resume that cannot be ---
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file of a run folder but the lock, which names the process that last held it."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """Everything in a run folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def refused(tmp_path: Path, ranks: int = 2, **changed: Any) -> str:
