@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, ValidationError, create_model
 
+from titanlike.config_elsewhere import value_elsewhere
 from titanlike.config_keys import nearest
 from titanlike.errors import UserError
 from titanlike.section import Section
@@ -65,9 +66,11 @@ def resolve(name: str) -> Architecture:
         module = importlib.import_module(f"models.{name}") if name in _modules() else None
         model_class = getattr(module, "ARCHITECTURE", None)
         if model_class is None:
+            found = value_elsewhere("model.architecture", name) or nearest(name, built_in())
+            hint = f"there are {', '.join(built_in())}" if found is None else f"the nearest is {found!r}"
             raise UserError(
-                f"model.architecture {name!r} is not known: the nearest is {nearest(name, built_in())!r}, and a class "
-                "of your own is given as 'package.module:Class'"
+                f"model.architecture {name!r} is not known: {hint}, and a class of your own is given as "
+                "'package.module:Class'"
             )
     config_class = getattr(model_class, "config_class", None)
     if not (isinstance(config_class, type) and dataclasses.is_dataclass(config_class)):

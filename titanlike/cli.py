@@ -83,6 +83,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, overrides
 
 
+def check_no_positional(rest: Sequence[str], option: str) -> None:
+    """Raise `UserError` for a value in front of all options, which should have been that of `option`."""
+    if rest and not rest[0].startswith("-"):
+        raise UserError(f"unexpected argument {rest[0]!r}: it is given as {option} {rest[0]}")
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, but what it complains about is a `UserError`."""
 
@@ -92,15 +98,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _unknown_argument(word: str, parser: argparse.ArgumentParser) -> UserError:
     name = word.lstrip("-").partition("=")[0]
+    if word.endswith(".toml") and not word.startswith("-"):
+        return UserError(f"unexpected argument {word!r}: a config is given as --config {word}")
     if not word.startswith("-"):
         return UserError(f"unexpected argument {word!r}: a config key is given as --section.key value")
     if name in Config.model_fields:
         return UserError(f"--{name} is a section: its keys are given as --{name}.key value, see --help")
     own = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
     keys = [path for path, key in config_keys().items() if not key.section]
-    return UserError(
-        f"unknown argument {word.partition('=')[0]}: the nearest valid one is --{nearest(name, own + keys)}"
-    )
+    found = nearest(name, own + keys)
+    hint = "--help lists what there is" if found is None else f"the nearest valid one is --{found}"
+    return UserError(f"unknown argument {word.partition('=')[0]}: {hint}")
 
 
 def _architecture(rest: Sequence[str], overrides: dict[str, Any]) -> str:

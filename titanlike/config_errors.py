@@ -8,11 +8,12 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from titanlike.config_elsewhere import value_elsewhere
 from titanlike.config_keys import Key, choices, entry, general, keys_of, nearest, similarity, type_name
 from titanlike.errors import UserError
 
@@ -26,12 +27,25 @@ def nowhere(path: str) -> str:
 
 
 def unknown_key(path: str, keys: Mapping[str, Key], where: Where = nowhere) -> UserError:
-    """The error for a key that does not exist, with the nearest one that does."""
+    """The error for a key that does not exist: with the nearest one that does, or those that there are."""
     suggestion = nearest(general(path).replace('"', ""), [name for name, key in keys.items() if not key.is_element])
     above = path.rpartition(".")[0]
+    if suggestion is None:
+        section = general(above) if entry(above, keys) is not None else ""
+        inside = [name for name in keys if name.rpartition(".")[0] == section and not keys[name].is_element]
+        names = ", ".join(name.rpartition(".")[2] for name in inside)
+        there = f"[{section}] has {names}" if section else f"the sections are {names}"
+        return UserError(f"unknown key {path}{where(path)}: {there}")
     if "[" in above and suggestion.startswith(f"{general(above)}."):
         suggestion = above + suggestion.removeprefix(general(above))  # name the list's element that was written
     return UserError(f"unknown key {path}{where(path)}: the nearest valid key is {suggestion}")
+
+
+def no_effect(path: str, valid: Sequence[str]) -> UserError:
+    """The error for a key on the command line of a script that has a meaning for others alone, `valid`."""
+    found = nearest(path, valid)
+    hint = f"what has is --{', --'.join(valid)}" if found is None else f"the nearest that has is --{found}"
+    return UserError(f"--{path} has no effect here: {hint}")
 
 
 def check_plain_typos(paths: Iterable[str], keys: Mapping[str, Key], where: Where = nowhere) -> None:
@@ -46,7 +60,8 @@ def check_plain_typos(paths: Iterable[str], keys: Mapping[str, Key], where: Wher
         if not bare or section == "model" or path.startswith("model.") or entry(path, keys) is not None:
             continue
         beside = [name for name in keys if name.rpartition(".")[0] == section]
-        if beside and similarity(leaf, nearest(path, beside).rpartition(".")[2]) >= 0.8:
+        found = nearest(path, beside)
+        if found is not None and similarity(leaf, found.rpartition(".")[2]) >= 0.8:
             raise unknown_key(path, {name: keys[name] for name in beside}, where)
 
 
@@ -126,7 +141,8 @@ def _sentence(error: ValidationError, prefix: str, keys: Mapping[str, Key], wher
     got = f"got {_short(value)}{where(path)}"
     if kind == "literal_error":
         allowed = choices(annotation)
-        hint = f" (the nearest is {nearest(value, allowed)!r})" if isinstance(value, str) and allowed else ""
+        found = (value_elsewhere(general(path), value) or nearest(value, allowed)) if isinstance(value, str) else None
+        hint = f" (the nearest is {found!r})" if found is not None else ""
         return f"{path} must be one of {', '.join(allowed)}{hint}, {got}"
     if kind in _ABOUT_THE_VALUE:
         limits = {name: _round(limit) for name, limit in context.items()}

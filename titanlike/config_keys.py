@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from titanlike.config_elsewhere import key_elsewhere
+
 MISSING = PydanticUndefined  # the default of a key that must be given
 
 
@@ -87,8 +89,25 @@ def entry(path: str, keys: Mapping[str, Key]) -> str | None:
     return None
 
 
-def nearest(path: str, candidates: Iterable[str]) -> str:
-    """The candidate most like `path`. The last name counts most, so the right name in a wrong section is found too."""
+NEAR = 0.7
+"""The least `similarity` of a mistyped name to the one that was meant; below, a hint would lead astray."""
+
+SURE = 0.9
+"""The least where the section is another one."""
+
+ALIKE = 0.6
+"""The least of a mistyped section, and of names that differ by a letter, which in short ones is much."""
+
+ANYWHERE = ("enable", "mode", "dir", "scope", "format")
+"""names that any section could have"""
+
+
+def nearest(path: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `path` was meant to be: the one most like it, if it is near, or None.
+
+    The last name counts most, so the right name in a wrong section is found too; so are other trainers' names.
+    """
+    candidates = list(candidates)
     section, _, leaf = path.lower().replace("-", "_").rpartition(".")
 
     def score(candidate: str) -> float:
@@ -101,9 +120,34 @@ def nearest(path: str, candidates: Iterable[str]) -> str:
         exact = 0.1 * min(len(leaf), 3) * (leaf == other_leaf) + 0.1 * (section == other_section)
         # Sections less alike than a typo makes them are equally far: the first of them in the config's order it is.
         near = similarity(section, other_section)
-        return 0.7 * similarity(leaf, other_leaf) + 0.3 * (near if near >= 0.6 else 0.0) + exact
+        return 0.7 * similarity(leaf, other_leaf) + 0.3 * (near if near >= ALIKE else 0.0) + exact
 
-    return max(candidates, key=score)
+    def likeness(candidate: str) -> float:
+        """Of the last names, and 0 where they are not near."""
+        found = similarity(leaf, candidate.rpartition(".")[2])
+        by_a_letter = abs(len(leaf) - len(candidate.rpartition(".")[2])) <= 1
+        return found if found >= (ALIKE if by_a_letter else NEAR) else 0.0
+
+    def best(among: Iterable[str]) -> str | None:
+        return max(among, key=score, default=None)
+
+    here = [one for one in candidates if not section or similarity(section, one.rpartition(".")[0]) >= ALIKE]
+    found = None
+    if section and section not in {one.rpartition(".")[0] for one in candidates}:
+        named = [one for one in candidates if one.rpartition(".")[2] == section]
+        found = named[0] if len(named) == 1 else None  # tokenizer.path is data.tokenizer
+    if found is None:
+        found = best(one for one in here if likeness(one) >= SURE)
+    if found is None and (elsewhere := key_elsewhere(path)) in candidates:
+        found = elsewhere
+    if found is None:
+        found = best(one for one in here if likeness(one))
+    if found is None:
+        # In another section: a name that many have, or could have, says nothing of one of them.
+        leaves = [one.rpartition(".")[2] for one in candidates]
+        alone = [one for one, other in zip(candidates, leaves) if leaves.count(other) == 1 and other not in ANYWHERE]
+        found = best(one for one in alone if likeness(one) >= SURE)
+    return found
 
 
 def similarity(a: str, b: str) -> float:

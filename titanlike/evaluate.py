@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from titanlike import cli
 from titanlike.config import Config, config_keys, load_config
-from titanlike.config_keys import nearest
+from titanlike.config_errors import no_effect
 from titanlike.errors import UserError
 from titanlike.printable import printable
 
@@ -92,11 +92,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--limit", type=int, metavar="N", help="with --tasks: the first N documents of each")
     add("--batch-size", type=int, default=16, metavar="N", help="with --tasks: rows at a time per dp rank. Default: 16")
     add("--json", action="store_true", help="print one JSON object")
+    cli.check_no_positional(rest, "--checkpoint")
     options = parser.parse_args(rest)
     for key in overrides:
         if key not in KEYS and key.partition(".")[0] not in SECTIONS:
             valid = [k for k in config_keys() if k in KEYS or k.partition(".")[0] in SECTIONS]
-            raise UserError(f"--{key} has no effect here: the nearest that has is --{nearest(key, valid)}")
+            raise no_effect(key, valid)
     if options.tasks is None:
         for name in ("include_path", "limit"):
             if getattr(options, name) is not None:

@@ -122,9 +122,11 @@ def _check_points(path: str, made: type) -> None:
     mine = [name for name in dir(made) if callable(getattr(made, name))]
     for name in mine:
         if name.startswith(("before_", "after_", "on_")) and name not in POINTS:
+            found = nearest(name, POINTS)
+            hint = f"the points are {_listed(POINTS)}" if found is None else f"the nearest point is {found}"
             raise UserError(
-                f"run.hooks: {path} has the method {name}, which is never called: the nearest point is "
-                f"{nearest(name, POINTS)} (begin the name of a method of your own with an underscore)"
+                f"run.hooks: {path} has the method {name}, which is never called: {hint} (begin the name of a method "
+                "of your own with an underscore)"
             )
     if not any(name in POINTS for name in mine):
         raise UserError(f"run.hooks: {path} has none of the methods of a hook: {_listed(POINTS)}")

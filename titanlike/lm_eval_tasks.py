@@ -157,7 +157,9 @@ def run_tasks(
         manager = TaskManager(include_path=include_path)
     for task in tasks:
         if task not in manager.all_tasks:
-            raise UserError(f"lm-eval knows no task {task!r}: the nearest is {nearest(task, manager.all_tasks)!r}")
+            found = nearest(task, manager.all_tasks)
+            hint = "" if found is None else f": the nearest is {found!r}"
+            raise UserError(f"--tasks: lm-eval knows no task {task!r}{hint}")
     lm = MeshLM(source, mesh, dtype, tokenizer, batch_size)
     random.seed(0)
     found = simple_evaluate(

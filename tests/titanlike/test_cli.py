@@ -3,13 +3,15 @@
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from titanlike import cli
+from titanlike import cli, evaluate
 from titanlike.config import config_keys
 from titanlike.errors import UserError
+from titanlike.generate import command as generate
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "configs" / "debug.toml")
@@ -64,6 +66,11 @@ def test_the_last_of_several_counts_and_nothing_takes_a_key_out() -> None:
     [
         (["--train.stpes", "20"], "unknown key train.stpes on the command line: the nearest valid key is train.steps"),
         (["--stpes", "20"], "unknown argument --stpes: the nearest valid one is --train.steps"),
+        (
+            ["configs/debug.toml"],
+            "unexpected argument 'configs/debug.toml': a config is given as --config configs/debug",
+        ),
+        (["--train.steps", "3", "my.toml"], "unexpected argument 'my.toml': a config is given as --config my.toml"),
         (["--confg", DEBUG], "unknown argument --confg: the nearest valid one is --config"),
         (["--seed=3"], "unknown argument --seed: the nearest valid one is --run.seed"),
         (["--train", "20"], "--train is a section: its keys are given as --train.key value, see --help"),
@@ -74,6 +81,8 @@ def test_the_last_of_several_counts_and_nothing_takes_a_key_out() -> None:
         (["--train.steps.x", "3", "--config", DEBUG], "train.steps.x on the command line: train.steps is not a table"),
         (["--optimizer.groups[0].match", "a"], "optimizer.groups[0].match on the command line: a list is given whole"),
         (["--config"], "argument --config: expected one argument"),
+        (["--epochs", "3"], "unknown argument --epochs: --help lists what there is"),
+        (["--learning-rate", "3"], "unknown argument --learning-rate: the nearest valid one is --optimizer.lr"),
         (["--conf", DEBUG], "unknown argument --conf: the nearest valid one is --config"),
         (["--."], 'unknown key ""'),
         (["--train.", "3"], 'unknown key train.""'),
@@ -145,3 +154,10 @@ def test_a_mistake_leaves_a_process_with_one_line_and_exit_code_2() -> None:
     assert result.stderr == (
         "error: unknown key train.stpes on the command line: the nearest valid key is train.steps\n"
     )
+
+
+@pytest.mark.parametrize("command", [evaluate.parse, generate.parse], ids=["evaluate", "generate"])
+def test_a_checkpoint_without_its_option_is_told_which(command: Callable[[list[str]], object]) -> None:
+    """Symptom: `evaluate.py runs/llama` says that --checkpoint is required, and nothing of runs/llama."""
+    with pytest.raises(UserError, match=r"'runs/llama': it is given as --checkpoint runs/llama$"):
+        command(["runs/llama", "--json"])

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlike import architectures
+from titanlike import architectures, config_elsewhere
 from titanlike.config import Config, ModelConfig, config_keys, load_config, write_resolved
 from titanlike.config_errors import check_keys
+from titanlike.config_keys import choices
 from titanlike.errors import UserError
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.toml"))
@@ -226,6 +227,75 @@ def test_an_unknown_key_in_a_file(text: str, sentence: str, tmp_path: Path) -> N
     """Symptom: the message does not say which file, which key, or which key was meant."""
     path = toml(tmp_path, text)
     assert mistake(path) == sentence.format(path=path)
+
+
+SCHEDULES = {
+    "GPipe": "afab", "gpipe": "afab", "1F1B": "1f1b", "Interleaved1F1B": "interleaved_1f1b",
+    "InterleavedZeroBubble": "interleaved_zero_bubble", "ZBVZeroBubble": "zbv", "DualPipeV": "dualpipev",
+}  # fmt: skip
+
+
+def test_torchs_names_of_schedules_are_answered_with_ours() -> None:
+    """Symptom: gpipe was answered with dualpipev, the name that shares most letters with it."""
+    for theirs, ours in SCHEDULES.items():
+        assert f"(the nearest is {ours!r}), got" in mistake(pipeline__schedule=theirs, mesh__pp="2")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("tokenizer.path", "data.tokenizer"),
+        ("tokenizer.name", "data.tokenizer"),
+        ("dataset.path", "data.paths"),
+        ("train.learning_rate", "optimizer.lr"),
+        ("train.lr", "optimizer.lr"),
+        ("model.hidden_size", "model.dim"),
+        ("model.name", "model.architecture"),
+        ("mesh.tensor_parallel_degree", "mesh.tp"),
+        ("train.warmup_steps", "schedule.warmup"),
+    ],
+)
+def test_a_key_by_its_name_elsewhere_is_answered_with_ours(wrong: str, right: str) -> None:
+    """Symptom: tokenizer.path was answered with data.paths."""
+    assert mistake(**{wrong.replace(".", "__"): "1"}).endswith(f": the nearest valid key is {right}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "there"),
+    [
+        ("train.epochs", "[train] has steps, global_batch_size,"),
+        ("model.interval", "[model] has architecture, preset, vocab_size, dim,"),
+        ("mesh.cp", "[mesh] has pp, dp, tp, ep, sequence_parallel"),
+        ("fsdp.enable", "the sections are run, model, mesh,"),
+        ("logging.interval", "the sections are run, model, mesh,"),
+        ("model.rope_scaling.beta_fast", "[model.rope_scaling] has factor, "),
+    ],
+)
+def test_a_key_that_is_like_no_other_is_answered_with_what_there_is(wrong: str, there: str) -> None:
+    """Symptom: train.epochs was answered with optimizer.eps, for a nearest one there always is."""
+    said = mistake(**{wrong.replace(".", "__"): "1"})
+    assert said.startswith(f"unknown key {wrong} on the command line: {there}")
+
+
+def test_a_value_that_is_like_no_other_has_no_hint() -> None:
+    """Symptom: the architecture neox was answered with moe."""
+    assert mistake(model__architecture="neox").startswith(
+        "model.architecture 'neox' is not known: there are llama, moe, qwen3, and a class of your own is given as"
+    )
+    assert "the nearest is 'moe'" in mistake(model__architecture="Mixtral")
+    assert mistake(optimizer__name="muon").startswith("optimizer.name must be one of adamw, sgd, got")
+    assert mistake(data__source="parquet").endswith("or package.module:Class, got 'parquet'")
+    assert "(the nearest is 'bfloat16')" in mistake(train__dtype="bf16")
+
+
+def test_every_name_from_elsewhere_stands_for_a_key_of_ours() -> None:
+    keys = config_keys()
+    assert set(config_elsewhere._KEYS) <= set(keys)
+    for key, values in config_elsewhere._VALUES.items():
+        if key != "model.architecture":
+            assert set(values.values()) <= set(choices(keys[key].annotation))
+    # A name of ours is not one of theirs as well.
+    assert not set(config_elsewhere._KEY_OF) & set(keys)
 
 
 def test_an_unknown_override_says_that_it_was_on_the_command_line() -> None:

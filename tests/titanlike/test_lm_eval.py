@@ -159,4 +159,4 @@ def test_a_task_that_is_not_known_is_named(folder: Path) -> None:
     argv = _argv(folder)
     argv[argv.index("--tasks") + 1] = "choise"
     said = run_ranks(1, _evaluated, [argv])[0][0]
-    assert said.startswith("lm-eval knows no task 'choise': the nearest is")
+    assert said.startswith("--tasks: lm-eval knows no task 'choise': the nearest is")

@@ -83,9 +83,10 @@ class SourceConfig(Section):
     @model_validator(mode="after")
     def _source_fits(self) -> "SourceConfig":
         if not self.own_class and self.source not in KEYS_OF_SOURCE:
+            found = nearest(self.source, KEYS_OF_SOURCE)
+            hint = "" if found is None else f" (the nearest is {found!r})"
             raise ValueError(
-                f"source must be one of {', '.join(KEYS_OF_SOURCE)}, or package.module:Class, got {self.source!r} (the "
-                f"nearest is {nearest(self.source, KEYS_OF_SOURCE)!r})"
+                f"source must be one of {', '.join(KEYS_OF_SOURCE)}, or package.module:Class, got {self.source!r}{hint}"
             )
         keys = ("arguments",) if self.own_class else KEYS_OF_SOURCE[self.source]
         for name, field in SourceConfig.model_fields.items():

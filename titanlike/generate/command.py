@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from titanlike import cli
 from titanlike.config import Config, config_keys, load_config
+from titanlike.config_errors import no_effect
 from titanlike.config_input import from_text
-from titanlike.config_keys import nearest
 from titanlike.errors import UserError
 from titanlike.generate.text import Decode, StopStrings, TextStream
 from titanlike.printable import printable, printable_json
@@ -64,11 +64,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, dict[str, An
     for key in (*KEYS, f"{ROPE}factor"):
         doc = " ".join(config_keys()[key].doc.split()).replace("%", "%%")
         parser.add_argument(f"--{key}", metavar="VALUE", help=doc, dest=key)
+    cli.check_no_positional(rest, "--checkpoint")
     options = parser.parse_args(rest)
     for key in overrides:
         valid = [*KEYS, *(k for k in config_keys() if k.startswith(ROPE))]
         if key not in valid:
-            raise UserError(f"--{key} has no effect here: the nearest that has is --{nearest(key, valid)}")
+            raise no_effect(key, valid)
     config = load_config(None, {key: value for key, value in overrides.items() if key in KEYS})
     keys = config_keys()
     scaling = {
