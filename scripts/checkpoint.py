@@ -3,7 +3,7 @@
 
 PATH is a checkpoint folder (.../step-00000010), or a run folder, which stands for its newest good checkpoint.
 
-    checkpoint.py ls runs/llama                 the checkpoints of a run
+    checkpoint.py ls runs/llama                 the checkpoints of a run, or the one that a path is
     checkpoint.py show PATH                     what one holds
     checkpoint.py digest PATH                   the digest of its state, computed from the files
     checkpoint.py verify PATH                   every checksum and every digest
@@ -36,7 +36,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         return sub
 
     path = ("path", "a checkpoint folder, or a run folder for its newest good checkpoint")
-    command("ls", "List the checkpoints of a run, newest first.", ("path", "the run folder"))
+    command(
+        "ls", "List the checkpoints of a run, newest first.", ("path", "the run folder, or a checkpoint for it alone")
+    )
     command("show", "Show what a checkpoint holds: when, where, every tensor.", path)
     command("digest", "Compute the digest of the state from the files: equal states have equal digests.", path)
     command("verify", "Check every file's checksum and every tensor's digest; exit code 1 if one is wrong.", path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from titanlike.config_errors import validate
 from titanlike.data.config import RECORDS, SourceConfig
 from titanlike.data.prepare import Progress, prepare
+from titanlike.data.records import section_errors
 from titanlike.errors import UserError, run_main
 
 NAMES = ("dataset", "subset", "split", *RECORDS)  # keys of [data] that are options here
@@ -45,7 +46,7 @@ def main() -> None:
     given = {name: getattr(options, name) for name in ("source", "paths", *NAMES)}
     source = validate(SourceConfig, given)
     start = time.monotonic()
-    with _Bar() as bar:
+    with section_errors("--"), _Bar() as bar:
         metadata = prepare(
             source,
             options.tokenizer,

@@ -35,6 +35,7 @@ from titanlike.checkpoint.moments import Decision, Moments, StopSignal
 from titanlike.checkpoint.shard import Shard
 from titanlike.checkpoint.staging import Stage
 from titanlike.checkpoint.state_digest import StateDigest, shard_digests
+from titanlike.errors import UserError
 
 # A save in the background waits this long for the slowest rank's disk before it is given up with an error.
 WRITE_TIMEOUT = timedelta(hours=1)
@@ -267,7 +268,10 @@ class Checkpointer:
         """
         from titanlike.checkpoint.weights import load_weights
 
-        return load_weights(path, tensors, architecture, model, self.group)
+        try:
+            return load_weights(path, tensors, architecture, model, self.group)
+        except UserError as error:
+            raise type(error)(f"checkpoint.init_from: {error}") from error
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint that is whole by its manifest and file sizes. Looks only; no collective."""

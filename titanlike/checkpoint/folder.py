@@ -69,14 +69,19 @@ class Found:
     problem: str | None
 
 
-def _look(step: int, folder: Path) -> Found:
+def look_at(folder: Path, step: int | None = None) -> Found:
+    """One checkpoint folder; `step` is what its name says, or None for one whose name says nothing."""
+    match = _STEP.fullmatch(folder.name)
+    step = int(match[1]) if step is None and match else step
     try:
         manifest = read_manifest(folder)
+        if step is None:
+            return Found(manifest.step, folder, manifest, None)
         if manifest.step != step:
             raise CheckpointError(f"{folder} holds step {manifest.step}: it was renamed")
         return Found(step, folder, manifest, None)
     except CheckpointError as error:
-        return Found(step, folder, None, str(error))
+        return Found(step or 0, folder, None, str(error))
 
 
 def find_checkpoints(root: Path) -> list[Found]:
@@ -90,11 +95,11 @@ def find_checkpoints(root: Path) -> list[Found]:
         return []
     except OSError as error:
         raise CheckpointError(f"{root} can not be read: {error.strerror}") from error
-    found = [_look(int(match[1]), root / name) for name in names if (match := _STEP.fullmatch(name))]
+    found = [look_at(root / name) for name in names if _STEP.fullmatch(name)]
     # A save of the same step was interrupted between its two renames: what it was to replace still counts.
     for name in names:
         if (match := _REPLACED.fullmatch(name)) and match[1] not in names:
-            found.append(_look(int(match[1].removeprefix("step-")), root / name))
+            found.append(look_at(root / name, int(match[1].removeprefix("step-"))))
     # A damaged folder has no sequence that can be trusted: it takes the place that its step has among the others.
     order: dict[Path, tuple[int, int]] = {}
     last = 0

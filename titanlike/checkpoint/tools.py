@@ -26,19 +26,31 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def root_of(path: str | Path) -> Path:
-    """The folder of checkpoints that a run folder, or that folder itself, means."""
+    """The folder of checkpoints that a run folder, or that folder itself, means. Raises UserError for what is neither
+    and has no checkpoints."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
     root = path / "checkpoints"
-    return root if root.is_dir() else path
+    if root.is_dir():
+        return root
+    if (path / manifest.COMMIT).exists():
+        raise UserError(f"{path} is a checkpoint: give its run folder, or the folder of its checkpoints")
+    if path.name == "checkpoints" or folder.find_checkpoints(path) or (path / "config.toml").exists():
+        return path
+    runs = sorted(inner.name for inner in path.iterdir() if (inner / "checkpoints").is_dir())
+    hint = f"it holds the runs {', '.join(runs)}: give one of them" if runs else "give a run folder, such as runs/llama"
+    raise UserError(f"{path} has no checkpoints: {hint}")
 
 
 def list_run(path: str | Path) -> list[dict[str, Any]]:
-    """A row for each checkpoint of a run, newest first. `problem` is None, or why it can't be used (sizes only)."""
+    """A row for each checkpoint of a run, newest first, or for the one that `path` is. `problem` is None, or why it
+    can't be used (sizes only). Raises UserError for another folder."""
+    path = Path(path)
+    alone = not (path / "checkpoints").is_dir() and (path / manifest.COMMIT).exists()
     rows = []
-    newest = True
-    for item in folder.find_checkpoints(root_of(path)):
+    newest = not alone
+    for item in [folder.look_at(path)] if alone else folder.find_checkpoints(root_of(path)):
         row: dict[str, Any] = {"step": item.step, "folder": str(item.folder), "problem": item.problem}
         if item.manifest is not None:
             row |= {"created": item.manifest.created, "bytes": item.manifest.bytes, "digest": item.manifest.digest}

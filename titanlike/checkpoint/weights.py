@@ -23,7 +23,9 @@ def find_folder(path: str | Path) -> Path:
     `checkpoints`. Raises UserError saying what was looked for."""
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist")
+        hub = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
+        more = ": if it is a model's name at a hub, download it and give the folder" if hub else ""
+        raise UserError(f"{path} does not exist{more}")
     if not path.is_dir():
         raise UserError(f"{path} is a file: give a checkpoint folder, a run folder, or a Hugging Face folder")
     if (path / COMMIT).exists():

@@ -13,6 +13,7 @@ from titanlike.data.loader import Reader, load
 from titanlike.data.order import GlobalOrder
 from titanlike.data.packing import BestFitRows
 from titanlike.data.plan import Plan, Stage, make_stages
+from titanlike.data.records import section_errors
 from titanlike.data.rows import RowOrder, passes_of
 from titanlike.data.sources import Opened, Opener, open_source
 from titanlike.data.streams import StreamRows
@@ -52,21 +53,25 @@ class Data:
         self._orders: dict[tuple[str, int], RowOrder] = {}
         self.validation: dict[str, ValidationSet] = {}
         """held-out sets by name: that of each source, then those of `[validation]`"""
-        for source in data.all_sources:
-            name, opened = source.name, open_source(source, source.name, data.validation_fraction, opener)
-            self._sources[name] = opened
-            for stage in stages:
-                if name in stage.weights and opened.training is not None:
-                    self._orders[name, stage.seq_len] = opened.training(stage.seq_len)
+        for i, source in enumerate(data.all_sources):
+            name = source.name
+            with section_errors(f"data.sources[{i}]." if data.sources else "data."):
+                opened = open_source(source, name, data.validation_fraction, opener)
+                self._sources[name] = opened
+                for stage in stages:
+                    if name in stage.weights and opened.training is not None:
+                        self._orders[name, stage.seq_len] = opened.training(stage.seq_len)
             if opened.held_out is not None:
                 self._add_validation(name, opened.held_out(train.seq_len))
-        for source in config.validation.sets:
+        for i, source in enumerate(config.validation.sets):
             if source.name in self.validation:
                 raise UserError(
                     f"validation.sets has the name {source.name}, which is that of the part of a source that "
                     "data.validation_fraction holds out: choose another, or set the fraction to 0"
                 )
-            self._add_validation(source.name, self._validation_rows(source, opener))
+            with section_errors(f"validation.sets[{i}]."):
+                rows_of = self._validation_rows(source, opener)
+            self._add_validation(source.name, rows_of)
         settings = {
             "run.seed": config.run.seed,
             "data.tokenizer": self.tokenizer.fingerprint,
@@ -94,7 +99,7 @@ class Data:
         tp = self._config.mesh.tp if self._config.mesh.sequence_parallel else 1
         longest = getattr(self._config.model, "max_seq_len", None)
         for stage in stages:
-            where = f"seq_len {stage.seq_len} of the stage from step {stage.start_step} on"
+            where = f"data.stages: seq_len {stage.seq_len} of the stage from step {stage.start_step} on"
             if stage.seq_len % tp:
                 raise UserError(f"{where} must be a multiple of mesh.tp ({tp}) with mesh.sequence_parallel")
             if longest is not None and stage.seq_len > longest:

@@ -122,7 +122,7 @@ def _open_streamed(source: SourceConfig, by: Opener) -> Opened:
     columns = dataset.column_names
     for field in source.fields if columns is not None else ():
         if field not in columns:
-            raise UserError(f"the dataset {source.dataset} has no field {field!r}; its fields: {', '.join(columns)}")
+            raise UserError(f"dataset: {source.dataset} has no field {field!r}; its fields: {', '.join(columns)}")
     stream = DatasetStream(dataset, Encoder(source, by.tokenizer), source.dataset)
     return Opened(f"stream {source.dataset} {source.subset} {source.split}", "a stream", stream=stream)
 

@@ -259,6 +259,17 @@ def test_weights_of_another_model_are_refused(source: str, kind: str, changes: d
         load_from(tmp_path / source, kind, **changes)
 
 
+def test_an_error_of_init_from_names_the_key_and_a_hubs_name_is_not_looked_for(tmp_path: Path) -> None:
+    """Symptom: "meta-llama/Llama-3.2-1B does not exist", and which key of the config said so?"""
+    with pytest.raises(UserError, match=r"^checkpoint\.init_from: some-org/some-model does not exist: .* download it"):
+        load_from(Path("some-org/some-model"), "plain")
+    with pytest.raises(UserError, match=rf"^checkpoint\.init_from: {tmp_path / 'none'} does not exist$"):
+        load_from(tmp_path / "none", "plain")
+    save(tmp_path / "run", "plain")
+    with pytest.raises(UserError, match=r"^checkpoint\.init_from: model\.n_layers is 3 in this run, but .* has 2"):
+        load_from(tmp_path / "run", "plain", n_layers=3)
+
+
 @pytest.mark.parametrize("source", ["run", "out"])
 def test_a_changed_rope_is_said(source: str, tmp_path: Path) -> None:
     """Raising theta for a longer context is meant; doing so unknowingly is not."""

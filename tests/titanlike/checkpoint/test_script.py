@@ -55,6 +55,34 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert "damaged" in out and "COMMIT is missing" in out
 
 
+def test_ls_takes_the_folder_of_checkpoints_and_a_checkpoint_too(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """`ls` on one checkpoint, or on an average, said that there are none."""
+    _, whole = call_json(capsys, "ls", run)
+    assert call_json(capsys, "ls", run / "checkpoints")[1] == whole
+    one = run / "checkpoints" / "step-00000005"
+    _, value = call_json(capsys, "ls", one)
+    assert value["checkpoints"] == [{**whole["checkpoints"][1], "newest": False}]
+    steps = [run / "checkpoints" / f"step-{step:08d}" for step in (5, 10)]
+    call(capsys, "average", *steps, tmp_path / "mean")
+    _, value = call_json(capsys, "ls", tmp_path / "mean")
+    assert [(row["step"], row["folder"]) for row in value["checkpoints"]] == [(10, str(tmp_path / "mean"))]
+    (one / "manifest.json").write_text("{}")
+    code, out = call(capsys, "ls", one)
+    assert code == 0 and "damaged" in out and " 5" in f" {out}"
+
+
+def test_ls_and_rm_of_another_folder_say_what_to_give(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} has no checkpoints: it holds the runs run: give one of them"):
+        script.main(["ls", str(tmp_path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no checkpoints: give a run folder, such as runs/llama"):
+        script.main(["ls", str(tmp_path / "empty")])
+    with pytest.raises(UserError, match="step-00000005 is a checkpoint: give its run folder"):
+        script.main(["rm", str(run / "checkpoints" / "step-00000005"), "5"])
+
+
 def test_show(run: Path, capsys: pytest.CaptureFixture) -> None:
     code, out = call(capsys, "show", run)
     assert code == 0 and "model.layers.0.attention.wq.weight" in out and "1000" in out

@@ -271,3 +271,21 @@ def test_a_mistake_in_what_the_config_names_is_one_sentence(texts: dict[str, str
     ):
         with pytest.raises(UserError, match=words):
             open_data(run_config(**overrides), 0, 2)
+
+
+def test_an_error_of_a_source_names_its_key_whole(texts: dict[str, str], tmp_path: Path) -> None:
+    """Symptom: "paths: x names no file", and three sources and two validation sets have a paths."""
+    nothing = {"source": "text", "paths": [str(tmp_path / "nothing.txt")]}
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    binary = {"source": "text", "paths": [str(tmp_path / "binary.txt")]}
+    good = {"name": "good"}
+    for overrides, words in (
+        ({f"data.{key}": value for key, value in nothing.items()}, r"data\.paths: .*nothing.txt names no file"),
+        ({f"data.{key}": value for key, value in binary.items()}, r"data: .*binary.txt is not UTF-8 text"),
+        ({"data.sources": [good, {"name": "b", **nothing}]}, r"data\.sources\[1\]\.paths: .*names no file"),
+        ({"data.sources": [{"name": "b", "source": "no.such:Class"}]}, r"data\.sources\[0\]\.source = 'no.such:Class'"),
+        ({"validation.sets": [{"name": "b", **nothing}]}, r"validation\.sets\[0\]\.paths: .*names no file"),
+        ({"data.source": "tokens", "data.paths": [str(tmp_path)]}, r"data\.paths: .* has no metadata.json"),
+    ):
+        with pytest.raises(UserError, match=f"^{words}"):
+            open_data(run_config(**overrides), 0, 1)

@@ -170,7 +170,7 @@ def test_a_dataset_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        UserError, match="the dataset nobody/nothing, split 'train', cannot be opened: it is not on this machine"
+        UserError, match="^data.dataset: nobody/nothing, split 'train', cannot be opened: it is not on this machine"
     ):
         open_data(run_config(data__source="huggingface", data__dataset="nobody/nothing"), 0, 1)
 
