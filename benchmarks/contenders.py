@@ -34,6 +34,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # addresses of a namespac
 import torch
 import torch.distributed as dist
 
+from models.llama import PRESETS
+
 
 @dataclasses.dataclass
 class Steps:
@@ -241,6 +243,11 @@ def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
         "--seconds", type=float, default=seconds, help="about so long, if 2 rounds fit (default: %(default)s)"
     )
     parser.add_argument("--json", help="write the results here")
+
+
+def add_preset(parser: argparse.ArgumentParser) -> None:
+    """Which Llama; an unknown one is answered with those that there are."""
+    parser.add_argument("--preset", default="26m", choices=list(PRESETS), help="of llama (default: %(default)s)")
 
 
 def alone(arguments: Sequence[str], **environment: str) -> Any:

@@ -88,7 +88,7 @@ def compare(ours: InferenceModel, theirs: Any, batch: int, prompt: int, new: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="26m", choices=list(PRESETS))
+    parser.add_argument("--preset", default="26m", choices=list(PRESETS), help="of llama (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")

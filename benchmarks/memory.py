@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from contenders import alone, print_table, write_json
+from contenders import add_preset, alone, print_table, write_json
 
 MODES = ("none", "selective", "full")
 
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, mode: str, chunk: int) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="26m", help="of llama (default: 26m)")
+    add_preset(parser)
     parser.add_argument("--rows", type=int, default=4, help="(default: 4)")
     parser.add_argument("--seq-len", type=int, default=512, help="(default: 512)")
     parser.add_argument("--chunk", type=int, default=64, help="positions of a chunk of the loss (default: 64)")

@@ -23,7 +23,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from contenders import Contender, Steps, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
+from contenders import (
+    Contender,
+    Steps,
+    add_arguments,
+    add_preset,
+    in_turns,
+    machine,
+    print_table,
+    ratio,
+    spread,
+    write_json,
+)
 from steps import titanlike_steps, torch_steps
 from torchtitan_steps import fails, missing, torchtitan_steps
 
@@ -79,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--preset", default="26m", help="of the model (default: %(default)s)")
+    add_preset(parser)
     parser.add_argument(
         "--rows", type=int, default=8, help="sequences of a step, a multiple of 8 (default: %(default)s)"
     )

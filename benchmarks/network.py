@@ -21,7 +21,7 @@ import subprocess
 import sys
 from typing import Any
 
-from contenders import Contender, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
+from contenders import Contender, add_arguments, add_preset, in_turns, machine, print_table, ratio, spread, write_json
 from steps import titanlike_steps
 
 
@@ -75,7 +75,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10], help="Gbit/s of the link (default: 1 10)")
-    parser.add_argument("--preset", default="26m", help="of the model (default: %(default)s)")
+    add_preset(parser)
     parser.add_argument("--rows", type=int, default=4, help="sequences of a step, even (default: %(default)s)")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument(

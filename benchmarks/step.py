@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contenders import in_turns, print_table, ratio, spread, write_json
+from contenders import add_preset, in_turns, print_table, ratio, spread, write_json
 from steps import global_batch, join, vocabulary
 from torch import nn
 
@@ -116,7 +116,7 @@ def timed(step: Callable[[], None]) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="26m", help="of llama (default: 26m)")
+    add_preset(parser)
     parser.add_argument("--rows", type=int, default=4, help="sequences of a step (default: 4)")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of each (default: 512)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])

@@ -15,7 +15,7 @@ import argparse
 import statistics
 from typing import Any
 
-from contenders import Contender, add_arguments, in_turns, machine, print_table, ratio, spread, write_json
+from contenders import Contender, add_arguments, add_preset, in_turns, machine, print_table, ratio, spread, write_json
 from steps import titanlike_steps, torch_steps
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--preset", default="26m", help="of the model (default: %(default)s)")
+    add_preset(parser)
     parser.add_argument("--seq-len", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 16], help="per rank (default: 1 4 16)")
     parser.add_argument("--dp", type=int, nargs="+", default=[2, 1], choices=[1, 2], help="ranks (default: 2 1)")

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from titanlike import cli
-from titanlike.errors import run_main
+from titanlike.errors import UserError, run_main
 
 DESCRIPTION = """Compare three optimizer steps of a config on its mesh with the same steps on one rank, in float64 on
 CPU. Mesh, pipeline schedule, tying, optimizer, clipping, accumulation and compile setting are those of the config;
@@ -22,6 +22,11 @@ the config."""
 def main() -> int:
     """Verify and print. Returns the exit code."""
     config, options = cli.parse(sys.argv[1:], DESCRIPTION, _options)
+    if config.mesh.pp * (config.mesh.dp or 1) * config.mesh.tp == 1:
+        raise UserError(
+            "there is nothing to compare: mesh.pp, mesh.dp and mesh.tp are 1, which is one rank; give the mesh that is "
+            "to train, such as --mesh.dp 2 or --mesh.tp 2"
+        )
     # After the config has been found good: these import torch.
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.metadata
 import re
@@ -228,6 +229,14 @@ def test_links_of_the_documents_lead_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.relative_to(ROOT)}: {target}"
 
 
+def test_a_document_with_bare_commands_says_where_they_are_found() -> None:
+    """Symptom: after `make train`, as the README says, `torchrun` and `python` of docs/ are other ones, or none."""
+    for document in (ROOT / "docs").glob("*.md"):
+        text = document.read_text()
+        if re.search(r"^ *(python|torchrun) ", text, re.MULTILINE):
+            assert "environment active: `source .venv/bin/activate`" in text, document.name
+
+
 # --- the tree ---
 
 
@@ -268,3 +277,24 @@ def test_test_files_are_named_so_that_pytest_finds_them() -> None:
             for node in ast.parse(path.read_text()).body
         )
         assert not has_tests or path.name.startswith("test_"), path.relative_to(ROOT)
+
+
+@pytest.mark.parametrize("name", ["step", "mesh", "zero", "memory", "network", "generate"])
+def test_a_benchmark_answers_an_unknown_preset_with_those_that_there_are(name: str) -> None:
+    """Symptom: a traceback through the config, of each contender."""
+    source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert "add_preset(parser)" in source or '"--preset", default="26m", choices=list(PRESETS)' in source
+
+
+def test_an_unknown_preset_of_a_benchmark_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from contenders import add_preset
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    parser = argparse.ArgumentParser()
+    add_preset(parser)
+    assert parser.parse_args([]).preset == "26m"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--preset", "8z"])
+    assert "argument --preset: invalid choice: '8z' (choose from" in capsys.readouterr().err

@@ -47,8 +47,9 @@ class RunConfig(Section):
     dir: str = Field("runs", min_length=1)
     """Folder that holds the runs. The run's own folder is dir/name."""
 
-    name: str = Field("llama", min_length=1)
-    """Name of the run. Starting it again resumes from its newest checkpoint."""
+    name: str = Field("unnamed", min_length=1)
+    """Name of the run; not given, that of the config file without its .toml. Starting it again resumes from its newest
+    checkpoint."""
 
     seed: int = Field(0, ge=0, lt=2**63)
     """The initial weights and the order of the data are functions of this number alone, whatever the mesh."""
@@ -437,6 +438,9 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
             raise unknown_key(key, keys, where)
         set_path(raw, key, from_text(value, keys.get(key)) if isinstance(value, str) else value)
     check_keys(raw, keys, where)
+    run = raw.setdefault("run", {}) if path is not None else None
+    if isinstance(run, dict):  # a run of another config must not be resumed for want of a name
+        run.setdefault("name", Path(path or "").stem)
     return validate(Config, raw, keys=keys, where=where)
 
 

@@ -39,9 +39,9 @@ from titanlike.trainer import Trainer
 MEMORY = ("weights", "gradients", "optimizer", "activations")
 
 
-def dry_run(config: Config) -> None:
+def dry_run(config: Config, memory: float | None = None) -> None:
     """Build the run and take its first step without the update, on all ranks that the launcher started; print what it
-    took. Raises UserError as the run would."""
+    took. Raises UserError as the run would, and where a rank needs more than `memory` bytes."""
     world, times = world_size(), StartupTimes.of_this_process()
     config.validate_for(world)
     times.done("imports")
@@ -55,16 +55,21 @@ def dry_run(config: Config) -> None:
     mesh = Mesh(config.mesh.pp, dp, config.mesh.tp, device, config.mesh.ep)
     times.done("process_group")
     try:
-        _try(config, mesh, data, times)
+        most, which = _try(config, mesh, data, times)
     except (RuntimeError, MemoryError) as error:
         told = out_of_memory.told(error, config, world, data.tokenizer.vocab_size, f"the dry run on rank {rank}")
         if told is not None:
             raise told from error
         raise
+    if memory is not None:
+        if most > memory:
+            raise out_of_memory.too_little(most, which, memory, config, dp, data.tokenizer.vocab_size)
+        if mesh.is_main:
+            Console(config.train.steps).message(f"{which} needs most, {format_bytes(most)}: {format_bytes(memory)} do")
 
 
-def _try(config: Config, mesh: Mesh, data: Any, times: StartupTimes) -> None:
-    """Build, take the two steps, and print."""
+def _try(config: Config, mesh: Mesh, data: Any, times: StartupTimes) -> tuple[int, str]:
+    """Build, take the two steps, and print. Returns the bytes that a rank needs at most, and which one that is."""
     trainer = Trainer(config, mesh, data.tokenizer.vocab_size)
     times.done("build")
     console = Console(config.train.steps) if mesh.is_main else None
@@ -94,6 +99,8 @@ def _try(config: Config, mesh: Mesh, data: Any, times: StartupTimes) -> None:
         console.message("")
         console.message(times.line())
         console.message("dry run: nothing was updated, and nothing was written to the run folder")
+    sums = [sum(size or 0 for size in one[2].values()) for one in everyone]
+    return max(sums), f"rank {sums.index(max(sums))}"
 
 
 def _step(trainer: Trainer, batches: Iterator[Any]) -> tuple[dict[str, float], int | None]:

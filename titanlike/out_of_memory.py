@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titanlike.errors import UserError
 from titanlike.hooks import HookError
+from titanlike.metrics.tables import format_bytes
 
 if TYPE_CHECKING:
     from titanlike.config import Config
@@ -71,15 +72,30 @@ def told(error: BaseException, config: Config, world_size: int, vocab_size: int,
         return None
     dp = config.resolved_dp(world_size)
     estimated = estimate(config, dp, vocab_size)
+    configured, helpful = _configured(config, dp, estimated), _helpful(config, dp, estimated)
+    return UserError(f"out of memory in {where} ({said}) with {configured}; what would help most: {helpful}")
+
+
+def too_little(needs: float, which: str, has: float, config: Config, dp: int, vocab_size: int) -> UserError:
+    """The error for a rank, `which`, that needs more bytes than a device `has`, with the same changes."""
+    estimated = estimate(config, dp, vocab_size)
+    sizes = f"{format_bytes(needs)}, more than {format_bytes(has)}"
+    configured, helpful = _configured(config, dp, estimated), _helpful(config, dp, estimated)
+    return UserError(f"{which} needs {sizes}, with {configured}; what would help most: {helpful}")
+
+
+def _configured(config: Config, dp: int, estimated: Estimate) -> str:
     train, mesh = config.train, config.mesh
     ep = f" (ep {mesh.ep})" if mesh.ep > 1 else ""
-    configured = (
+    return (
         f"{estimated.parameters:,} parameters, train.dtype = {train.dtype}, train.microbatch_size = "
         f"{train.microbatch_size}, train.seq_len = {train.seq_len}, mesh pp {mesh.pp} x dp {dp} x tp {mesh.tp}{ep}, "
         f"activation_checkpoint.mode = {config.activation_checkpoint.mode}"
     )
-    helpful = " and ".join(change.words for change in best(changes(config, dp, estimated), estimated))
-    return UserError(f"out of memory in {where} ({said}) with {configured}; what would help most: {helpful}")
+
+
+def _helpful(config: Config, dp: int, estimated: Estimate) -> str:
+    return " and ".join(change.words for change in best(changes(config, dp, estimated), estimated))
 
 
 def _allocator_said(error: BaseException | None) -> str | None:

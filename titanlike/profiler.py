@@ -88,8 +88,9 @@ class Profiler:
                 # Private, and the only way there is to the allocator's history.
                 torch.cuda.memory._record_memory_history(max_entries=200_000)
             self._begun, self.rows = step, []
-            self._profile = profile(activities=activities)
-            self._profile.start()
+            with self.timers.aside():
+                self._profile = profile(activities=activities)
+                self._profile.start()
             self.timers.annotate = record_function
         self._end_step()  # one that was taken back
         self._step = record_function(f"step {step}")
@@ -101,7 +102,8 @@ class Profiler:
             self.rows.append({name: value for name, value in values.items() if isinstance(value, (int, float))})
             self._end_step()
             if step >= self.last:
-                self._write(step)
+                with self.timers.aside():  # the next step is not slower for it
+                    self._write(step)
         return f"profile of steps {self.first} to {self.last}: {self.folder}" if step == self.last else None
 
     def close(self) -> None:

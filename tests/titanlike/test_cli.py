@@ -58,7 +58,7 @@ def test_a_flag_is_true_and_a_value_may_be_negative_or_hold_an_equals_sign() -> 
 def test_the_last_of_several_counts_and_nothing_takes_a_key_out() -> None:
     """Symptom: a script that adds its own defaults cannot be overridden."""
     config = cli.load(["--config", DEBUG, "--train.steps", "3", "--train.steps", "4", "--train.seq_len=", "--run="])
-    assert (config.train.steps, config.train.seq_len, config.run.name) == (4, 256, "llama")
+    assert (config.train.steps, config.train.seq_len, config.run.name) == (4, 256, "debug")
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,19 @@ def test_every_name_from_elsewhere_stands_for_a_key_of_ours() -> None:
     assert not set(config_elsewhere._KEY_OF) & set(keys)
 
 
+def test_a_run_without_a_name_has_that_of_its_config_file(tmp_path: Path) -> None:
+    """Symptom: a start without --config, or with one that has no run.name, resumes the run of `make train`."""
+    assert load_config().run.name == "unnamed"
+    path = toml(tmp_path, "[train]\nsteps = 3")
+    assert load_config(path).run.name == "run"
+    assert (
+        load_config(path, {"run.name": "mine"}).run.name == load_config(None, {"run.name": "mine"}).run.name == "mine"
+    )
+    assert load_config(path, {"run": None}).run.name == "run"
+    assert load_config(toml(tmp_path, "[run]\nseed = 3")).run.name == "run"
+    assert mistake(toml(tmp_path, "run = 3")).startswith("run must be a table, got 3")
+
+
 def test_an_unknown_override_says_that_it_was_on_the_command_line() -> None:
     """Symptom: one searches the file for a mistake that was typed."""
     assert (

@@ -100,6 +100,40 @@ def test_too_little_memory_is_one_sentence_that_says_what_helps(tmp_path: Path) 
     assert said.startswith("out of memory in the dry run on rank 0 (") and "what would help most: " in said
 
 
+def _dried_for(config: Any, memory: float) -> tuple[str, list[str]]:
+    import titanlike.dry_run as subject
+    from titanlike.errors import UserError
+    from titanlike.metrics.console import Console
+
+    printed: list[str] = []
+    message, render = Console.message, Console.render
+    Console.message = lambda _self, text: printed.append(text)  # type: ignore[method-assign]
+    Console.render = lambda _self, table: None  # type: ignore[method-assign]
+    try:
+        subject.dry_run(config, memory)
+        return "", printed
+    except UserError as error:
+        return str(error), printed
+    finally:
+        Console.message, Console.render = message, render  # type: ignore[method-assign]
+
+
+def test_a_dry_run_for_a_device_that_is_too_small_says_what_helps(tmp_path: Path) -> None:
+    """Symptom: the tables say how much it takes, and not what to change."""
+    config = tiny(tmp_path / "run", **{"train.microbatch_size": 2})
+    for said, _ in run_ranks(2, _dried_for, config, 2.0**17):
+        assert re.match(r"rank \d needs [\d.]+ [KM]iB, more than 128\.0 KiB, with [\d,]+ parameters, ", said), said
+        assert "; what would help most: " in said and "\n" not in said
+    (said, printed), (_, silent) = run_ranks(2, _dried_for, config, 2.0**40)
+    assert said == "" and re.match(r"rank \d needs most, [\d.]+ [KM]iB: 1024\.0 GiB do", printed[-1]), printed
+    assert silent == []
+
+
+def test_memory_without_a_dry_run_is_a_mistake() -> None:
+    done = launch(["scripts/train.py", "--config", "configs/debug.toml", "--memory", "3"], 1)
+    assert "error: --memory is a number of GiB above 0, and is given with --dry-run alone\n" in done.stderr
+
+
 def _out_of_memory(config: Any) -> str:
     import titanlike.dry_run as subject
     from titanlike.errors import UserError

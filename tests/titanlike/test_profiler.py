@@ -14,7 +14,8 @@ from tests.ranks import run_ranks
 from tests.titanlike.runs import columns, runs, tiny
 from titanlike.config import load_config
 from titanlike.errors import UserError
-from titanlike.profiler import Op, blocked_inside, kernel_seconds, summary
+from titanlike.metrics.timers import Timers
+from titanlike.profiler import Op, ProfileConfig, Profiler, blocked_inside, kernel_seconds, summary
 
 
 def folder(run_dir: Path) -> list[str]:
@@ -42,6 +43,28 @@ def test_steps_and_ranks_asked_for_are_traced_and_the_run_is_the_same(tmp_path: 
         assert re.search(r"^  comm/pp_s +[\d.]+ +[\d.]+% of the step", text, re.MULTILINE), text
         assert re.search(r"^  bubble/1 +[\d.]+%", text, re.MULTILINE), text
         assert not re.search(r"^  (pipeline|optimizer|step 2) ", text, re.MULTILINE), text
+
+
+def test_writing_a_trace_counts_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: the step after a profile is seconds slower than all others, and so are its tokens/s."""
+    now = [0.0]
+    timers = Timers("cpu", clock=lambda: now[0])
+    profiler = Profiler(ProfileConfig(steps=[1, 1]), tmp_path, 0, {"dp": 1}, "cpu", timers)
+
+    def slow(*_: object) -> None:
+        now[0] += 60.0
+
+    monkeypatch.setattr("torch.profiler.profile.start", slow)
+    monkeypatch.setattr(Profiler, "_write", slow)
+    times = []
+    for step in (1, 2):
+        profiler.before_step(step)
+        with timers.phase("data"):
+            now[0] += 1.0
+        times.append(timers.end_step())
+        profiler.after_step(step, {})
+        profiler._profile = None
+    assert times == [{"step_time_s": 1.0, "time/data_s": 1.0, "time/other_s": 0.0}] * 2
 
 
 def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:

@@ -131,6 +131,13 @@ def test_a_config_that_cannot_run_is_one_sentence() -> None:
     assert done.stderr == "error: model.n_heads (6) must be a multiple of mesh.tp (4)\n"
 
 
+def test_one_rank_is_nothing_to_compare() -> None:
+    """Symptom: without a mesh, one rank is compared with itself for a while and found to be the same."""
+    done = run_script("--config", "configs/debug.toml")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: there is nothing to compare: ") and "--mesh.dp 2" in done.stderr
+
+
 def test_a_difference_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Symptom: a script that runs verify goes on although the mesh is another run."""
     import runpy

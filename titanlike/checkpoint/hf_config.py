@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlike.checkpoint.manifest import STATE, CheckpointError
 from titanlike.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,6 +50,22 @@ def architecture_of(state: dict[str, Any]) -> str:
     name none and are Llamas."""
     model = (state.get("config") or {}).get("model") or state
     return str(model.get("architecture", "llama"))
+
+
+def trained_length(state: dict[str, Any]) -> int | None:
+    """The longest sequences that the run of a checkpoint's state.json has trained on; None where no run is known.
+
+    Raises CheckpointError if its config does not say.
+    """
+    config = state.get("config") or {}
+    if "train" not in config:
+        return None
+    try:
+        stages = (config.get("data") or {}).get("stages") or ()
+        reached = (stage for stage in stages if stage["start_step"] <= state.get("step", 0))
+        return max(int(config["train"]["seq_len"]), *(int(stage.get("seq_len") or 0) for stage in reached), 0)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{STATE} does not say how its model was trained ({error!r})") from None
 
 
 def hf_parts(form: HuggingFace, name: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:

@@ -14,7 +14,7 @@ import torch
 from titanlike.checkpoint import folder, manifest
 from titanlike.checkpoint.digest import add, box_digest, digest_text
 from titanlike.checkpoint.hf import export_hf, tensor_pieces
-from titanlike.checkpoint.hf_config import architecture_of
+from titanlike.checkpoint.hf_config import architecture_of, trained_length
 from titanlike.checkpoint.hf_tokenizer import tokenizer_files
 from titanlike.checkpoint.manifest import CheckpointError, Manifest
 from titanlike.checkpoint.reader import TensorIndex
@@ -146,6 +146,15 @@ def export(path: str | Path, out: str | Path, dtype: str) -> list[str]:
     model = state.get("model")
     if not isinstance(model, dict):
         raise UserError(f"{where / manifest.STATE} does not describe the model")
+    trained, longest = trained_length(state), model.get("max_seq_len")
+    lines = []
+    if trained is not None and longest is not None and trained < longest and model.get("rope_scaling") is None:
+        # What reads the folder takes this for the length that the model is good for.
+        model = {**model, "max_seq_len": trained}
+        lines.append(
+            f"max_position_embeddings is {trained}, the length of the training (model.max_seq_len is {longest}, which "
+            "no text of the run reached)"
+        )
     data = (state.get("config") or {}).get("data") or {}
     extra, end_id, said = tokenizer_files(str(state.get("tokenizer")), str(data.get("tokenizer")))
     for name in found.files:
@@ -154,4 +163,4 @@ def export(path: str | Path, out: str | Path, dtype: str) -> list[str]:
         export_hf(index, architecture_of(state), model, Path(out), EXPORT_DTYPES[dtype], end_id, extra)
     finally:
         index.close()
-    return [f"{where} (step {found.step}), checksums verified -> {out}, {dtype}", said]
+    return [f"{where} (step {found.step}), checksums verified -> {out}, {dtype}", said, *lines]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titanlike import architectures
 from titanlike.checkpoint import CheckpointError, Shard
 from titanlike.checkpoint.hf import HfFolder, is_hf_folder
-from titanlike.checkpoint.hf_config import architecture_of, from_hf_config
+from titanlike.checkpoint.hf_config import architecture_of, from_hf_config, trained_length
 from titanlike.checkpoint.loading import from_rank_0, load_folder
 from titanlike.checkpoint.manifest import STATE, read_listed_json, read_manifest
 from titanlike.checkpoint.weights import find_folder, load_weights
@@ -94,7 +94,9 @@ def _open_checkpoint(folder: Path) -> Source:
         shape, config = meta["model"], meta.get("config")
         # A checkpoint of weights alone, made from a Hugging Face folder, has no run behind it.
         architecture = architecture_of(meta)
-        seq_len = int(shape["max_seq_len"] if config is None else config["train"]["seq_len"])
+        seq_len = int(shape["max_seq_len"]) if config is None else trained_length(meta)
+        if seq_len is None:
+            raise KeyError("train")
         tokenizer = None if config is None else str(config["data"]["tokenizer"])
         fingerprint = None if config is None else str(meta["tokenizer"])
     except (KeyError, TypeError, ValueError) as error:

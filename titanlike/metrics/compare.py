@@ -96,7 +96,8 @@ def _describe(comparison: Comparison, tolerance: float) -> list[str]:
     if comparison.first_unequal is None:
         return [f"{comparison.name}: equal bitwise, {steps}"]
     lines = [f"{comparison.name}: {steps}"]
-    lines.append(f"  bitwise equal before  {_values(comparison.first_unequal)}")
+    since = "differ from the first" if comparison.first_unequal.step == comparison.steps[0] else "bitwise equal before"
+    lines.append(f"  {since:<21} {_values(comparison.first_unequal)}")
     if comparison.first_apart is None:
         lines.append(f"  within {tolerance:g} everywhere")
     else:

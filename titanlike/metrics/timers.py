@@ -1,6 +1,7 @@
 """Where the time of a step goes.
 
-- The phases and `other` (what no phase covers) add up to the whole time since the previous step ended.
+- The phases and `other` (what no phase covers) add up to the whole time since the previous step ended, but for what is
+  left `aside`.
 - A phase inside a phase pauses the outer one, so no second is counted twice.
 - Spans lie across the phases and take nothing from them: waits for other ranks, the busy time of a pipeline rank.
 - On CPU a monotonic clock; on an accelerator events on the current stream, read one step late and so without making the
@@ -28,6 +29,7 @@ PHASES = (
     "other",
 )
 
+_ASIDE = "aside"  # between marks: of no step
 _NOTHING = nullcontext()
 
 
@@ -91,6 +93,16 @@ class Timers:
         # Not after an exception: then it is worth knowing in which phase it was raised.
         self.on_border(self._active[-1] if self._active else "other")
 
+    @contextmanager
+    def aside(self) -> Generator[None]:
+        """Count the time inside the block to no step. Between two steps, or at the beginning of one."""
+        assert not self._active, f"time is left out inside the phase {self._active[-1]}"
+        self._marks.append((self._clock.mark(), _ASIDE))
+        try:
+            yield
+        finally:
+            self._marks.append((self._clock.mark(), "other"))
+
     def start(self) -> None:
         """Forget the time since the construction or the last step: the next step starts now."""
         self._marks = [(self._clock.mark(), "other")]
@@ -119,7 +131,8 @@ class Timers:
             self.spans[name] = self.spans.get(name, 0.0) + self._clock.seconds(begin, finish)
         seconds: dict[str, float] = {"other": 0.0}
         for (begin, name), (finish, _) in itertools.pairwise(marks):
-            seconds[name] = seconds.get(name, 0.0) + self._clock.seconds(begin, finish)
+            if name != _ASIDE:
+                seconds[name] = seconds.get(name, 0.0) + self._clock.seconds(begin, finish)
         values = {f"time/{name}_s": seconds[name] for name in PHASES if name in seconds}
         return {"step_time_s": sum(s for name, s in seconds.items() if name != "validation"), **values}
 

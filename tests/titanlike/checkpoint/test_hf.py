@@ -107,6 +107,35 @@ def test_an_export_has_the_logits_of_the_model(kind: str, tmp_path: Path) -> Non
     torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "train", "data", "says"),
+    [
+        ("plain", {"seq_len": 24}, {}, 24),
+        (
+            "plain",
+            {"seq_len": 24},
+            {"stages": [{"start_step": 5, "seq_len": 32}, {"start_step": 6, "seq_len": 48}]},
+            32,
+        ),
+        ("scaled rope", {"seq_len": 24}, {}, None),
+        ("plain", None, {}, None),
+    ],
+    ids=["shorter", "stages", "scaled", "weights alone"],
+)
+def test_an_export_claims_the_length_of_the_training(
+    kind: str, train: dict | None, data: dict, says: int | None, tmp_path: Path
+) -> None:
+    """Symptom: a model that saw 256 tokens at a time says that it takes 2048, and others believe it."""
+    model = model_of(kind)
+    meta = meta_of(model) | {"step": 5}
+    meta["config"] = {"data": {"tokenizer": "bytes", **data}, **({"train": train} if train else {})}
+    Checkpointer(CheckpointConfig(mode="sync"), tmp_path / "run").save(5, weights(model), meta)
+    told = tools.export(tmp_path / "run", tmp_path / "out", "float32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == (says or model.config.max_seq_len)
+    assert any("max_position_embeddings" in line for line in told) == (says is not None)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_an_import_has_the_logits_of_transformers(kind: str, sharded: bool, tmp_path: Path) -> None:

@@ -68,6 +68,15 @@ def test_text_names_step_and_values(tmp_path: Path) -> None:
     assert agree and "loss: equal bitwise, 2 common steps (1 to 2)" in text
 
 
+def test_text_of_runs_that_were_never_equal_says_so(tmp_path: Path) -> None:
+    """Symptom: "bitwise equal before step 1", before which there is nothing."""
+    a, b = write(tmp_path / "a", {1: 3.5, 2: 2.0}), write(tmp_path / "b", {1: 3.0, 2: 2.0})
+    text, _ = compare_runs(a, b, 0.0)
+    assert "  differ from the first step 1: A 3.5  B 3.0" in text and "equal before" not in text
+    text, _ = compare_runs(write(tmp_path / "c", {1: 3.0, 2: 2.5}), b, 0.0)
+    assert "  bitwise equal before  step 2: A 2.5  B 2.0" in text
+
+
 def test_text_where_a_number_belongs_is_no_value(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", {1: 1.0, 2: 2.0}), write(tmp_path / "b", {1: 1.0})
     with open(b / files.METRICS_FILE, "a") as file:

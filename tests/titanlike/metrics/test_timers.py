@@ -77,6 +77,21 @@ def test_start_forgets_the_time_before_the_first_step() -> None:
     assert timers.end_step()["step_time_s"] == 1.0
 
 
+def test_what_is_left_aside_belongs_to_no_step() -> None:
+    clock = Clock()
+    timers = Timers("cpu", clock=clock)
+    timers.start()
+    clock.now += 1
+    with timers.aside():
+        clock.now += 100
+    with timers.phase("data"):
+        clock.now += 2
+    assert timers.end_step() == {"step_time_s": 3.0, "time/data_s": 2.0, "time/other_s": 1.0}
+    with timers.aside():
+        clock.now += 100
+    assert timers.end_step() == {"step_time_s": 0.0, "time/other_s": 0.0}
+
+
 def test_unknown_phase_and_open_phase_are_our_mistakes() -> None:
     timers = Timers("cpu")
     with pytest.raises(AssertionError, match="unknown phase"), timers.phase("lunch"):
