@@ -88,7 +88,7 @@ def test_defaults_need_no_file() -> None:
     config = load_config()
     config.validate_for(1)
     assert config.train.steps == 100
-    assert config.run_dir == Path("runs/llama")
+    assert config.run_dir == Path("runs/unnamed")
 
 
 def test_an_explicit_key_overrides_the_preset_and_nested_keys_are_merged() -> None:

@@ -125,7 +125,7 @@ def test_a_dry_run_for_a_device_that_is_too_small_says_what_helps(tmp_path: Path
         assert re.match(r"rank \d needs [\d.]+ [KM]iB, more than 128\.0 KiB, with [\d,]+ parameters, ", said), said
         assert "; what would help most: " in said and "\n" not in said
     (said, printed), (_, silent) = run_ranks(2, _dried_for, config, 2.0**40)
-    assert said == "" and re.match(r"rank \d needs most, [\d.]+ [KM]iB: 1024\.0 GiB do", printed[-1]), printed
+    assert said == "" and re.match(r"rank \d needs most, [\d.]+ [KM]iB: 1\.0 TiB do", printed[-1]), printed
     assert silent == []
 
 

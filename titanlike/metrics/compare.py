@@ -96,7 +96,7 @@ def _describe(comparison: Comparison, tolerance: float) -> list[str]:
     if comparison.first_unequal is None:
         return [f"{comparison.name}: equal bitwise, {steps}"]
     lines = [f"{comparison.name}: {steps}"]
-    since = "differ from the first" if comparison.first_unequal.step == comparison.steps[0] else "bitwise equal before"
+    since = "never equal, from" if comparison.first_unequal.step == comparison.steps[0] else "bitwise equal before"
     lines.append(f"  {since:<21} {_values(comparison.first_unequal)}")
     if comparison.first_apart is None:
         lines.append(f"  within {tolerance:g} everywhere")

@@ -72,7 +72,7 @@ def test_text_of_runs_that_were_never_equal_says_so(tmp_path: Path) -> None:
     """Symptom: "bitwise equal before step 1", before which there is nothing."""
     a, b = write(tmp_path / "a", {1: 3.5, 2: 2.0}), write(tmp_path / "b", {1: 3.0, 2: 2.0})
     text, _ = compare_runs(a, b, 0.0)
-    assert "  differ from the first step 1: A 3.5  B 3.0" in text and "equal before" not in text
+    assert "  never equal, from     step 1: A 3.5  B 3.0" in text and "equal before" not in text
     text, _ = compare_runs(write(tmp_path / "c", {1: 3.0, 2: 2.5}), b, 0.0)
     assert "  bitwise equal before  step 2: A 2.5  B 2.0" in text
 
