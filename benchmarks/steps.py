@@ -55,7 +55,7 @@ def titanlike_steps(settings: dict[str, Any]) -> Steps:
         rows = trainer.accumulation * config.train.microbatch_size
         tokens, labels = global_batch(rows * mesh.dp, config.train.seq_len, vocab)
         own = slice(mesh.coordinate("dp") * rows, (mesh.coordinate("dp") + 1) * rows)
-        loss[0] = trainer.train_step(Batch(tokens[own], labels[own], None, None, [], {})).loss.item()
+        loss[0] = trainer.train_step(Batch(tokens[own], labels[own], None, None, [], {}), finish=False).loss.item()
 
     def facts(variant: int | None) -> dict[str, Any]:
         found = facts_of(step, variant)

@@ -135,6 +135,9 @@ class Stage(nn.Module):
         self.stream = stream
         self.auxiliary: Auxiliary | None = None
         """set by the trainer of a model that has auxiliary losses"""
+        self.await_weights: Callable[[str], None] | None = None
+        """called before a part of the model is used: "embed", the name of a layer, "head"; its weights may still be on
+        their way from other ranks. None where the whole stage is one compiled graph"""
 
     def forward(
         self, x: Tensor, labels: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
@@ -142,6 +145,8 @@ class Stage(nn.Module):
         """x: tokens [batch, seq] on the first stage, else the hidden states that the stage before returned; labels
         [batch, seq] (used by the last stage; the shape of the others' batch)."""
         x, context = self._layers(x, labels, positions, document_ids)
+        if self.await_weights is not None:
+            self.await_weights("head")
         out = torch.stack([self.loss(self.model.head, x, labels)]) if self.last else self.border(x)
         if self.auxiliary is not None and self.training:
             out = self.auxiliary.attach(out, self.model, context)
@@ -167,13 +172,17 @@ class Stage(nn.Module):
         self, x: Tensor, like: Tensor, positions: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor, Any]:
         model = self.model
+        if self.await_weights is not None:
+            self.await_weights("embed")
         if self.first:
             x = model.embed(x)
         elif self.tp_mesh is not None:
             x = DTensor.from_local(x, self.tp_mesh, [self.stream], run_check=False)  # type: ignore[list-item]
         shape_like = torch.empty(0, dtype=x.dtype, device=like.device).expand(*like.shape, 0)
         context = model.context(shape_like, positions, document_ids)
-        for layer in model.layers.values():
+        for name, layer in model.layers.items():
+            if self.await_weights is not None:
+                self.await_weights(name)
             x = layer(x, context)
         return x, context
 

@@ -121,6 +121,8 @@ class Built:
     """stage index -> pp coordinate"""
     layers_per_stage: list[int]
     zero: Zero
+    gated: bool
+    """whether a forward waits by itself for weights that are on their way, part by part"""
     dtype: torch.dtype
     buffers: dict[str, Tensor]
     """by name: state of this rank's stages that no gradient moves"""
@@ -140,6 +142,8 @@ class Cut:
     stage_ranks: list[int]
     """stage index -> pp coordinate"""
     layers_per_stage: list[int]
+    last_parts: tuple[str, ...]
+    """the modules that `head` alone uses, if that is known"""
 
 
 def cut(
@@ -186,7 +190,8 @@ def cut(
             tables.module.cut_experts(model, mesh.expert_mesh)
         first, last = index == 0, index == num_stages - 1
         stages.append(Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream))
-    return Cut(stages, indices, stage_ranks, split)
+    known = last_parts or tables.get("LAST_PARTS") or ()
+    return Cut(stages, indices, stage_ranks, split, tuple(known))
 
 
 def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None) -> Built:
@@ -261,8 +266,13 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         box = tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_shape, strict=True))
         zero.set_master(named.name, draw_box(plain, config.run.seed, named.name, shape, box, device))
     zero.gather()
+    gated = not (compiled and config.compile.scope == "stage")  # inside one graph there is nothing to wait at
+    for stage in stages if gated else ():
+        stage.await_weights = zero.gates(stage.model, parts.last_parts)
     buffers = materialise_buffers(stages, device, master_dtype(dtype))
-    return Built(plain, stages, indices, stage_ranks, split, zero, dtype, buffers, stream_width(plain), uncompiled)
+    return Built(
+        plain, stages, indices, stage_ranks, split, zero, gated, dtype, buffers, stream_width(plain), uncompiled
+    )
 
 
 def loss_positions(config: Config, vocab_size: int) -> int | None:

@@ -74,6 +74,11 @@ class Hooks:
         """Import and make all hooks of `run.hooks`. Raises UserError for one that cannot be."""
         self._hooks: list[tuple[str | None, Any]] = [(path, _make(path, config)) for path in config.run.hooks]
 
+    @property
+    def users(self) -> bool:
+        """Whether there are hooks of the user's."""
+        return any(path is not None for path, _ in self._hooks)
+
     def add(self, hook: Hook) -> None:
         """Add one of the run's own, called after those that are there. What it raises is raised as it is."""
         self._hooks.append((None, hook))

@@ -197,7 +197,8 @@ class Run:
                     health.forward(batch)
             trainer.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
             with self.compile_watch.training_step() if self.compile_watch else contextlib.nullcontext():
-                result = trainer.train_step(batch)
+                # A user's hooks may read any weight at any point.
+                result = trainer.train_step(batch, finish=self.hooks.users or step == steps)
             verdict = self.verdict_on(result)
             self.first_step_is_done(step)
             before, self.cursor = self.cursor, batch.cursor
@@ -255,6 +256,7 @@ class Run:
                     self.save()
             if decision.stop:
                 break
+        trainer.zero.finish_gather()
         if self.profiler is not None:
             self.profiler.close()
         if trainer.step_count >= steps:

@@ -76,12 +76,19 @@ class Trainer:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Any) -> StepResult:
+    def train_step(self, batch: Any, finish: bool = True) -> StepResult:
         """Take one optimizer step on this dp coordinate's rows of a global batch (titanlike.data.Batch).
+
+        Without `finish` the new weights may still be on their way from other dp ranks when it returns: the forward of
+        the next step waits for each part's weights before it uses them, as do the methods here. What else reads
+        weights (`built.stages`) calls `zero.finish_gather()` first.
 
         If the loss or the gradient norm is not finite, the state is not to be kept: the caller has to look. On CPU, or
         if `before_update` says so, the update is left out, and weights, moments and step_count stay as they were.
         """
+        if not self.built.gated:
+            with self.timers.phase("param_gather"):
+                self.zero.finish_gather()
         with self.timers.phase("forward_backward"):
             loss_sum = self.forward_backward(batch)
         with self.timers.phase("grad_reduce"):
@@ -103,8 +110,9 @@ class Trainer:
             return dataclasses.replace(result, updated=False)
         with self.timers.phase("optimizer"):
             self.zero.step(factor, lr)
-        with self.timers.phase("param_gather"):
-            self.zero.gather()
+        if finish:
+            with self.timers.phase("param_gather"):
+                self.zero.finish_gather()
         if self.auxiliary is not None:
             for stage in self.built.stages:
                 stage.model.after_update(totals[3:].view_as(self.auxiliary.sums))
@@ -171,6 +179,7 @@ class Trainer:
     def boxes(self) -> dict[str, Box]:
         """Every tensor of the training state that this rank holds, by name, as views: parameters and optimizer states
         as in Zero.boxes, and the model's buffers, of which each holder has the whole."""
+        self.zero.finish_gather()  # who sets the state brings the weights anew
         whole = {f"model.{n}": (b, tuple(b.shape), (0,) * b.dim()) for n, b in self.built.buffers.items()}
         return self.zero.boxes() | whole
 
@@ -296,6 +305,7 @@ class Trainer:
         self, run: Callable[[Stage, int, Tensor | None], Tensor | None], microbatches: int, seq_len: int
     ) -> None:
         """Run all stages on all microbatches without gradients; see parallelize.pipeline.run_forward."""
+        self.zero.finish_gather()
         stages = dict(zip(self.built.stage_indices, self.built.stages, strict=True))
 
         def border(_microbatch: int) -> Tensor:

@@ -45,6 +45,7 @@ class Samples:
 
     def texts(self) -> list[str]:
         """Each prompt with its continuation, the same on all ranks and for every mesh."""
+        self.trainer.zero.finish_gather()
         count = self.config.max_new_tokens
         sampling = Sampling(self.config.temperature, seed=self.trainer.config.run.seed)
         if self._generator is None and InferenceModel.can_share(self.trainer):
