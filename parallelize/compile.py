@@ -9,6 +9,7 @@ Parameter names do not change: forwards are compiled, modules are not wrapped.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +21,46 @@ from parallelize.activation_checkpoint import apply_activation_checkpoint
 from parallelize.loss_chunks import ChunkedLoss
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], what: str, error_class: type[Exception]) -> Callable[..., Any]:
+    from torch._dynamo.exc import TorchDynamoException  # what the two halves of the compiler raise
+    from torch._inductor.exc import InductorError
+
     # Static shapes: each batch shape gets its own graph, and a run has one for training and one for validation.
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except (TorchDynamoException, InductorError) as error:
+            raise error_class(
+                f"{what} cannot be compiled as one graph: {_gist(str(error))}; mend it, or say compile.enable = false"
+            ) from error
+
+    return call
 
 
-def missing_compiler() -> str | None:
-    """Why nothing can be compiled here, in torch's words; None if it can."""
+def _gist(message: str) -> str:
+    """The first sentence of what the compiler says, and the line of the model that it was at."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    places = [i for i, line in enumerate(lines) if line.startswith('File "') and i + 1 < len(lines)]
+    gist = lines[0].rstrip(":.") if lines else "no reason was given"
+    return gist if not places else f"{gist} ({lines[places[-1]]}: {lines[places[-1] + 1]})"
+
+
+def missing_compiler(device_type: str = "cpu") -> tuple[str, str] | None:
+    """(why nothing can be compiled here, what would help); None if it can."""
     from torch._inductor import cpp_builder, exc  # private: the only place that knows which compiler is taken
+    from torch.utils._triton import has_triton
 
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as error:
-        return str(error).strip().splitlines()[0]
+        why = str(error).strip().splitlines()[0]
+        help_ = "install g++ or clang, or name one in the environment variable CXX"
+        return f"there is no C++ compiler here ({why})", help_
+    if device_type == "cuda" and not has_triton():
+        return "triton, which makes the kernels, is not installed or does not know this GPU", "install triton"
     return None
 
 
@@ -57,21 +85,34 @@ def separate_cache(rank: int) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(base, f"rank{rank}")
 
 
-def compile_stage(stage: nn.Module, scope: str, checkpoint_mode: str, keep: tuple[Any, ...] = ()) -> None:
+def compile_stage(
+    stage: nn.Module,
+    scope: str,
+    checkpoint_mode: str,
+    keep: tuple[Any, ...] = (),
+    error_class: type[Exception] = RuntimeError,
+) -> None:
     """Compile the forward of `stage` in place, with activation checkpointing of its blocks; the compiler runs at the
-    first call. `scope` is stage or block; for `checkpoint_mode` and `keep` see apply_activation_checkpoint."""
+    first call. `scope` is stage or block; for `checkpoint_mode` and `keep` see apply_activation_checkpoint. What cannot
+    be compiled raises `error_class` with a sentence that says what and where."""
     blocks = list(stage.model.layers.values())  # type: ignore[union-attr, attr-defined]
+
+    def compiled(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        return _compiled(function, what, error_class)
+
     if scope == "stage":
         for block in blocks:
             apply_activation_checkpoint(block, checkpoint_mode, keep)
-        stage.forward = _compiled(stage.forward)  # type: ignore[method-assign]
+        stage.forward = compiled(stage.forward, "the model")  # type: ignore[method-assign]
         return
     for block in blocks:
         if checkpoint_mode == "selective":  # its policy looks at single operations, so it must be inside the graph
             apply_activation_checkpoint(block, checkpoint_mode, keep)
-            block.forward = _compiled(block.forward)
+            block.forward = compiled(block.forward, f"a {type(block).__name__}")
         else:  # a whole block is recomputed by running its graph again
-            block.forward = _compiled(block.forward)
+            block.forward = compiled(block.forward, f"a {type(block).__name__}")
             apply_activation_checkpoint(block, checkpoint_mode, keep)
     assert isinstance(stage.loss, ChunkedLoss)
-    stage.loss.inner = _compiled(stage.loss.inner)  # one graph for all chunks, run again to recompute
+    stage.loss.inner = compiled(
+        stage.loss.inner, "the head with the loss"
+    )  # one graph for all chunks, run again to recompute

@@ -25,6 +25,7 @@ from parallelize.pipeline import SCHEDULES, Stage, cut_stage, split_layers, stag
 from parallelize.tensor import apply_tensor_plan
 from parallelize.zero import NamedParameter, Zero, local_part
 from titanlike.config import Config, OptimizerConfig
+from titanlike.errors import UserError
 from titanlike.loss import cross_entropy_sum
 from titanlike.mesh import Mesh
 from titanlike.tables import Tables, stream_width, tables_of
@@ -121,15 +122,15 @@ class Built:
     """stage index -> pp coordinate"""
     layers_per_stage: list[int]
     zero: Zero
-    gated: bool
-    """whether a forward waits by itself for weights that are on their way, part by part"""
+    whole_graph: bool
+    """whether a stage's forward is one compiled graph, inside which nothing can be waited for"""
     dtype: torch.dtype
     buffers: dict[str, Tensor]
     """by name: state of this rank's stages that no gradient moves"""
     width: int
     """of the residual stream"""
-    uncompiled: str | None
-    """why nothing is compiled though the config asks for it"""
+    uncompiled: tuple[str, str] | None
+    """why nothing is compiled though the config asks for it, and what would help"""
 
 
 @dataclasses.dataclass
@@ -217,8 +218,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     )
     stages, indices, stage_ranks, split = parts.stages, parts.indices, parts.stage_ranks, parts.layers_per_stage
     num_stages = len(stage_ranks)
-    compiled = config.compile.enable
-    uncompiled = missing_compiler() if compiled else None
+    compiled = config.compiles
+    uncompiled = missing_compiler(device.type) if compiled else None
     compiled = compiled and uncompiled is None
     if compiled:
         separate_cache(mesh.rank)
@@ -229,7 +230,9 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         if prepare is not None:
             prepare(stage)
         if compiled:
-            compile_stage(stage, config.compile.scope, config.activation_checkpoint.mode, tables.recompute_keeps)
+            compile_stage(
+                stage, config.compile.scope, config.activation_checkpoint.mode, tables.recompute_keeps, UserError
+            )
         else:
             for block in stage.model.layers.values():
                 apply_activation_checkpoint(block, config.activation_checkpoint.mode, tables.recompute_keeps)
@@ -266,12 +269,12 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         box = tuple(slice(o, o + n) for o, n in zip(named.box_offset, local_shape, strict=True))
         zero.set_master(named.name, draw_box(plain, config.run.seed, named.name, shape, box, device))
     zero.gather()
-    gated = not (compiled and config.compile.scope == "stage")  # inside one graph there is nothing to wait at
-    for stage in stages if gated else ():
+    whole_graph = compiled and config.compile.scope == "stage"
+    for stage in () if whole_graph else stages:
         stage.await_weights = zero.gates(stage.model, parts.last_parts)
     buffers = materialise_buffers(stages, device, master_dtype(dtype))
     return Built(
-        plain, stages, indices, stage_ranks, split, zero, gated, dtype, buffers, stream_width(plain), uncompiled
+        plain, stages, indices, stage_ranks, split, zero, whole_graph, dtype, buffers, stream_width(plain), uncompiled
     )
 
 

@@ -279,8 +279,9 @@ class ScheduleConfig(Section):
 class CompileConfig(Section):
     """torch.compile."""
 
-    enable: bool = False
-    """Compile the model. A graph break is an error. Without a C++ compiler the model runs as it is, with a warning."""
+    enable: bool = True
+    """Compile the model. A graph break is an error. Without a C++ compiler the model runs as it is, with a warning; and
+    where torch cannot compile (the schedules whose backward is split), unless it was asked for here: then an error."""
 
     scope: Literal["stage", "block"] = "block"
     """stage: one graph for all that a pipeline stage computes. block: one graph that all blocks share, so that the time
@@ -392,6 +393,11 @@ class Config(Section):
         """Pipeline stages in all; 1 without a pipeline."""
         return self.mesh.pp * self.stages_per_rank
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is to be compiled: if asked for, and by default wherever torch can."""
+        return self.compile.enable and combinations.cannot_compile(self) is None
+
     def validate_for(self, world_size: int) -> None:
         """Raise `UserError` for the first thing in the config that cannot work, or has no effect, on so many ranks."""
         combinations.check(self, world_size)
@@ -451,6 +457,8 @@ def resolved(config: Config) -> dict[str, Any]:
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == type(getattr(config, section)).model_fields[name].default:
             tables[section].pop(name, None)
+    if combinations.cannot_compile(config) is not None and config.compile.enable:
+        tables["compile"].pop("enable")  # the default, which gives way; said aloud it would be an error
     return {name: table for name, table in tables.items() if table}
 
 

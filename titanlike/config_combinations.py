@@ -72,8 +72,10 @@ def without_effect(config: Config) -> dict[str, str]:
     inert |= {f"optimizer.{name}": f'optimizer.name = "{optimizer.name}"' for name in other[optimizer.name]}
     if optimizer.weight_decay == 0:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
-    if not config.compile.enable:
-        inert |= {f"compile.{name}": "compile.enable = false" for name in ("scope", "memory_budget")}
+    if not config.compiles:
+        reason = cannot_compile(config) if config.compile.enable else None
+        others = [name for name in type(config.compile).model_fields if name != "enable"]
+        inert |= {f"compile.{name}": (reason or ("compile.enable = false", ""))[0] for name in others}
     if not config.metrics.wandb:
         inert |= {f"metrics.{name}": "metrics.wandb = false" for name in ("wandb_project", "wandb_offline")}
     if config.profile.steps is None:
@@ -128,22 +130,43 @@ def _check_experts(config: Config, dp: int) -> None:
 
 
 def _check_compile(config: Config) -> None:
+    if not config.compile.enable:
+        return
+    cannot = cannot_compile(config)
+    if cannot is not None:
+        if "enable" in config.compile.model_fields_set:
+            raise UserError(f"{cannot[0]} cannot run with compile.enable = true, because {cannot[1]}")
+        return
     compile_, mode = config.compile, config.activation_checkpoint.mode
-    if compile_.enable and compile_.memory_budget < 1 and mode != "none":
+    if compile_.memory_budget < 1 and mode != "none":
         raise UserError(
             f'compile.memory_budget = {compile_.memory_budget} and activation_checkpoint.mode = "{mode}" both decide '
             "what is recomputed: give only one of them"
         )
-    if compile_.enable and compile_.memory_budget < 1 and max(config.mesh.tp, config.mesh.ep) > 1:
+    if compile_.memory_budget < 1 and max(config.mesh.tp, config.mesh.ep) > 1:
         raise UserError(
             f"compile.memory_budget = {compile_.memory_budget} cannot be used with mesh.tp or mesh.ep > 1: torch "
             'cannot weigh the activations of a graph with collectives: use activation_checkpoint.mode = "selective"'
         )
-    if compile_.enable and compile_.scope == "stage" and mode == "full" and config.mesh.tp > 1:
+    if compile_.scope == "stage" and mode == "full" and config.mesh.tp > 1:
         raise UserError(
             'activation_checkpoint.mode = "full" with mesh.tp > 1 cannot be compiled by stage (a limit of torch): use '
             'compile.scope = "block", or activation_checkpoint.mode = "selective"'
         )
+
+
+def cannot_compile(config: Config) -> tuple[str, str] | None:
+    """(the setting with which torch cannot compile, what it cannot and what would be right); None if it can."""
+    schedule = config.pipeline.schedule
+    if config.mesh.pp > 1 and schedule in SPLIT_BACKWARD:
+        return (
+            f'pipeline.schedule = "{schedule}"',
+            'torch cannot split the backward of a compiled stage: use "1f1b", "interleaved_1f1b" or "afab", or do not '
+            "compile",
+        )
+    if config.train.dtype == "float64" and torch_version() < (2, 12):
+        return 'train.dtype = "float64"', "torch before 2.12 cannot compile it: do not compile, or take a newer torch"
+    return None
 
 
 def torch_version() -> tuple[int, int]:
@@ -169,11 +192,6 @@ def _check_pipeline(config: Config, microbatches: int) -> None:
         wanted = f"exactly {fewest}" if most == fewest else f"{fewest} or more"
         raise UserError(
             f'pipeline.stages_per_rank must be {wanted} with pipeline.schedule = "{schedule}", got {per_rank}'
-        )
-    if schedule in SPLIT_BACKWARD and config.compile.enable:
-        raise UserError(
-            f'pipeline.schedule = "{schedule}" cannot run with compile.enable = true, because torch cannot split the '
-            'backward of a compiled stage: use "1f1b", "interleaved_1f1b" or "afab", or do not compile'
         )
     if schedule in ("zbv", "dualpipev") and torch_version() < (2, 13) and on_cpu(config):
         raise UserError(

@@ -154,7 +154,7 @@ def changes(config: Config, dp: int, now: Estimate) -> list[Change]:
         saves = batch * (1 - less / train.microbatch_size)
         found.append(Change(f"train.microbatch_size = {less}", saves, True))
     mode = config.activation_checkpoint.mode
-    full_compiles = not (config.compile.enable and config.compile.scope == "stage" and mesh.tp > 1)
+    full_compiles = not (config.compiles and config.compile.scope == "stage" and mesh.tp > 1)
     if mode != "full" and full_compiles:
         found.append(Change('activation_checkpoint.mode = "full"', now.activations - now.inputs, True))
     elif mode == "none":
@@ -168,7 +168,7 @@ def changes(config: Config, dp: int, now: Estimate) -> list[Change]:
         saves = (now.weights + now.gradients) / 2 + (0 if dp % 2 == 0 else now.states / 2)
         found.append(Change(f"mesh.pp = {2 * mesh.pp} ({ranks})", saves, True, MESH))
     ep = 2 * mesh.ep
-    if now.experts and model.n_experts % ep == 0 and dp % ep == 0 and not config.compile.enable:
+    if now.experts and model.n_experts % ep == 0 and dp % ep == 0:
         found.append(Change(f"mesh.ep = {ep}", now.experts / 2, True))
     if train.global_batch_size % (2 * dp * train.microbatch_size) == 0:
         found.append(Change(f"twice as many ranks for dp ({2 * dp})", now.states / 2, True, MESH))

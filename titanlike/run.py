@@ -139,11 +139,11 @@ class Run:
         self.last_val_loss = self.best_val_loss = math.inf
         self.samples = Samples(trainer, data.tokenizer) if config.validation.generate.prompts else None
         uncompiled = trainer.built.uncompiled
-        self.compile_watch = CompileWatch() if config.compile.enable and uncompiled is None else None
+        self.compile_watch = CompileWatch() if config.compiles and uncompiled is None else None
         if uncompiled is not None:
             metrics.message(
-                f"warning: compile.enable = true, but there is no C++ compiler here ({uncompiled}): the model runs "
-                "uncompiled; install g++ or clang, or name one in the environment variable CXX"
+                f"warning: compile.enable = true, but {uncompiled[0]}: the model runs uncompiled; {uncompiled[1]}, or "
+                "say compile.enable = false"
             )
         self.timers = Timers(self.mesh.device.type)
         self.health = Health(trainer) if config.metrics.health_interval else None

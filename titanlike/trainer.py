@@ -86,7 +86,7 @@ class Trainer:
         If the loss or the gradient norm is not finite, the state is not to be kept: the caller has to look. On CPU, or
         if `before_update` says so, the update is left out, and weights, moments and step_count stay as they were.
         """
-        if not self.built.gated:
+        if self.built.whole_graph:
             with self.timers.phase("param_gather"):
                 self.zero.finish_gather()
         with self.timers.phase("forward_backward"):
@@ -192,7 +192,7 @@ class Trainer:
         auxiliary = Auxiliary(
             plain.auxiliary_shape, train.global_batch_size * train.seq_len, 1 / self.mesh.tp, self.mesh.device
         )
-        whole_batch = self.accumulation == 1 and not self.config.compile.enable
+        whole_batch = self.accumulation == 1 and not self.built.whole_graph
         if whole_batch and not (plain.needs_all_layers and self.mesh.pp > 1):
             auxiliary.reduce_in_forward = self.mesh.group("dp")
         for stage in self.built.stages:
@@ -290,7 +290,7 @@ class Trainer:
                 found.append(stage.model.head(out[:, index : index + 1])[:, 0])
             return None
 
-        with self.eval_mode():
+        with self.eval_mode(), self.eager():  # of a shape of its own: not worth a compilation
             self.run_forward(run, 1, tokens.shape[1])
         if self.mesh.pp == 1:
             return found[0]
@@ -346,6 +346,10 @@ class Trainer:
         finally:
             for stage in self.built.stages:
                 stage.train()
+
+    def eager(self) -> contextlib.AbstractContextManager[Any]:
+        """What is compiled runs as it is written."""
+        return torch.compiler.set_stance("force_eager") if self.config.compiles else contextlib.nullcontext()
 
     def _loss_context(self) -> contextlib.AbstractContextManager[Any]:
         if self.mesh.tp == 1:

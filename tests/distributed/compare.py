@@ -38,6 +38,7 @@ TINY: dict[str, Any] = {
     "train.dtype": "float64",
     "train.max_grad_norm": 0.5,  # below the norm of these models: clipping acts
     "optimizer.lr": 0.01,
+    "compile.enable": False,
 }
 VOCAB = 67  # odd: neither tp nor dp divides it
 

@@ -1,8 +1,10 @@
-"""Compiled stages: without a compiler, and with less memory for activations."""
+"""Compiled stages: by default, without a compiler, of models that cannot be compiled, with less memory for
+activations."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from parallelize.compile import missing_compiler
 from tests.distributed.compare import Case, assert_same_run, batches, case, trainer_of
 from tests.ranks import run_ranks
+from titanlike.errors import UserError
 
 
 def test_without_a_compiler_the_model_runs_as_it_is() -> None:
@@ -29,9 +32,38 @@ def _step_without_compiler(asked: Case) -> tuple[int, str]:
         trainer = trainer_of(asked)
         for batch in batches(asked, trainer.config):
             trainer.train_step(batch)
-        return counters["stats"]["unique_graphs"] - graphs, missing_compiler() or ""
+        return counters["stats"]["unique_graphs"] - graphs, (missing_compiler() or ("", ""))[0]
     finally:
         config.cpp.cxx = before
+
+
+@pytest.mark.parametrize("scope", ["block", "stage"])
+def test_a_model_that_cannot_be_compiled_is_one_sentence_that_names_the_place(scope: str) -> None:
+    """Symptom: compiled by default, a model of one's own ends with a hundred lines of the compiler's stack."""
+    if missing_compiler() is not None:
+        pytest.skip("there is no C++ compiler here")
+    (said,) = run_ranks(1, _breaks, case(steps=1, compile__enable=True, compile__scope=scope))
+    what = {"block": "a Block", "stage": "the model"}[scope]
+    assert said.startswith(f"{what} cannot be compiled as one graph: ")
+    assert "test_compile.py" in said and "if x.sum() > 0:" in said and said.endswith("say compile.enable = false")
+    assert "\n" not in said
+
+
+def _breaks(asked: Case) -> str:
+    def looks(stage: Any) -> None:
+        for block in stage.model.layers.values():
+            block.feed_forward.forward = _looks_at_its_input
+
+    trainer = trainer_of(asked, looks)
+    with pytest.raises(UserError) as caught:
+        trainer.train_step(next(batches(asked, trainer.config)))
+    return str(caught.value)
+
+
+def _looks_at_its_input(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
 
 
 @pytest.mark.slow

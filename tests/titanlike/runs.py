@@ -13,7 +13,7 @@ from titanlike.config import Config, load_config
 from titanlike.metrics import files
 
 SHRUNK = {
-    "run.device": "cpu",
+    **{"run.device": "cpu", "compile.enable": False},
     **{"model.dim": 32, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2, "model.ffn_dim": 48},
     **{"train.steps": 4, "train.global_batch_size": 8, "train.seq_len": 32},
     **{"data.source": "text", "validation.samples": 16, "metrics.tensorboard": False},

@@ -3,13 +3,14 @@
 import contextlib
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from titanlike.config import Config, config_keys, load_config
+from titanlike.config import Config, config_keys, load_config, write_resolved
 from titanlike.config_combinations import STAGES_PER_RANK, without_effect
 from titanlike.errors import UserError
 
@@ -148,7 +149,7 @@ def test_a_pipeline_key_without_a_pipeline_is_refused(key: str) -> None:
         ({"optimizer.name": "sgd", "optimizer.eps": 1e-6}, 'optimizer.name = "sgd"'),
         ({"optimizer.weight_decay": 0, "optimizer.decay_embeddings": False}, "optimizer.weight_decay = 0"),
         ({"mesh.sequence_parallel": False}, "mesh.tp = 1"),
-        ({"compile.memory_budget": 0.5}, "compile.enable = false"),
+        ({"compile.enable": False, "compile.memory_budget": 0.5}, "compile.enable = false"),
         ({"schedule.decay_steps": 5}, 'schedule.decay = "none"'),
         ({"schedule.min_lr_ratio": 0.1}, 'schedule.decay = "none"'),
     ],
@@ -246,6 +247,23 @@ def test_split_backward_schedules_cannot_be_compiled(schedule: str) -> None:
         assert f'pipeline.schedule = "{schedule}" cannot run with compile.enable = true' in refusal(2, **loaded)
     else:
         config(**loaded).validate_for(2)
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+def test_compiling_is_the_default_and_gives_way_where_torch_cannot(schedule: str, tmp_path: Path) -> None:
+    """Symptom: a default makes a schedule an error; or the resolved config of the run is refused when it is read."""
+    loaded = config(mesh__pp=2, pipeline__schedule=schedule)
+    loaded.validate_for(2)
+    can = schedule not in ("interleaved_zero_bubble", "zbv", "dualpipev")
+    assert loaded.compiles == can
+    write_resolved(loaded, tmp_path / "config.toml")
+    again = load_config(tmp_path / "config.toml")
+    again.validate_for(2)
+    assert again == loaded and again.compiles == can
+    config(mesh__pp=2, pipeline__schedule=schedule, compile__enable=False).validate_for(2)
+    if not can:
+        said = refusal(2, mesh__pp=2, pipeline__schedule=schedule, compile__scope="stage")
+        assert said.startswith(f'compile.scope has no effect with pipeline.schedule = "{schedule}": take it out')
 
 
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)

@@ -104,6 +104,7 @@ def _own(folder: Path, shape: dict[str, Any]) -> Any:
         {
             **{"run.dir": str(folder.parent), "run.name": folder.name, "run.device": "cpu", **shape},
             **{"model.architecture": "tests.titanlike.own_architecture:Own", "model.n_layers": 2},
+            **{"compile.enable": False},
             **{"data.source": "text", "data.paths": [str(text_file(folder.parent))], "metrics.tensorboard": False},
             **{"train": {"steps": 2, "global_batch_size": 4, "seq_len": 32, "dtype": "float64"}},
             **{"validation.generate": {"prompts": ["12 times"], "interval": 2, "max_new_tokens": 5}},

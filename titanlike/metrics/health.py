@@ -92,15 +92,9 @@ class Health:
             )
             return None if stage.last else stage.border(out)
 
-        with self.trainer.eval_mode(), self._eager(), self._watching():
+        with self.trainer.eval_mode(), self.trainer.eager(), self._watching():
             rows = self.trainer.config.train.microbatch_size
             self.trainer.run_forward(run, tokens.shape[0] // rows, tokens.shape[1])
-
-    def _eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Compiled blocks run as they are written."""
-        if not self.trainer.config.compile.enable:
-            return contextlib.nullcontext()
-        return torch.compiler.set_stance("force_eager")
 
     @contextlib.contextmanager
     def _watching(self) -> Generator[None]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from titanlike.config import Config
+from titanlike.config import CompileConfig, Config
 
 if TYPE_CHECKING:
     from titanlike.verify.report import Report
@@ -51,6 +51,8 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
     began = time.monotonic()
     if config.mesh.dp is None:
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"dp": 1})})
+    if not config.compile.model_fields_set:  # a default; eager ranks are quicker to start, and show what modules return
+        config = config.model_copy(update={"compile": CompileConfig(enable=False)})
     mesh = config.mesh
     assert mesh.dp is not None
     world = mesh.pp * mesh.dp * mesh.tp
@@ -109,6 +111,6 @@ def _about(config: Config) -> list[tuple[str, str]]:
     )
     clip = f"clipped to {train.max_grad_norm:.4g}" if train.max_grad_norm else "not clipped"
     lines.append(("optimizer", f"{config.optimizer.name}, {clip}, {len(config.optimizer.groups)} groups"))
-    compiled = "on" if config.compile.enable else "off"
+    compiled = "on" if config.compiles else "off"
     lines.append(("compile", f"{compiled}, activation checkpointing {config.activation_checkpoint.mode}"))
     return lines

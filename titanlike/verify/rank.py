@@ -114,7 +114,7 @@ class Recorder:
 
         self.hooks.append(stage.register_forward_pre_hook(before, with_kwargs=True))
         self.hooks.append(stage.register_forward_hook(after, with_kwargs=True))
-        if self.trainer.config.compile.enable:
+        if self.trainer.config.compiles:
             return  # the modules inside are one graph
         for name, module in stage.model.named_modules():
             if name:

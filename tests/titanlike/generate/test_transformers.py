@@ -108,7 +108,7 @@ def _train_from(folder: Path, out: Path, kind: str) -> Any:
             **{"run.dir": str(out.parent), "run.name": out.name, "run.device": "cpu"},
             **{"model": shape, "train": train, "mesh.tp": 2, "checkpoint.init_from": str(folder)},
             **{"data.source": "text", "data.paths": [str(text_file(out.parent))], "data.validation_fraction": 0.0},
-            **{"optimizer.lr": 1e-2, "metrics.tensorboard": False},
+            **{"optimizer.lr": 1e-2, "metrics.tensorboard": False, "compile.enable": False},
         },
     )
     return run(config).error

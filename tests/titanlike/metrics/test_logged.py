@@ -42,7 +42,7 @@ def tiny(run_dir: Path, **overrides: Any) -> Config:
             **{"model.dim": 16, "model.n_layers": 2, "model.n_heads": 4, "model.n_kv_heads": 2, "model.ffn_dim": 24},
             **{"train.steps": 4, "train.global_batch_size": 4, "train.seq_len": 16},
             **{"data.source": "text", "data.paths": [str(text)], "validation.interval": 2},
-            **{"metrics.tensorboard": False},
+            **{"metrics.tensorboard": False, "compile.enable": False},
             **overrides,
         },
     )
