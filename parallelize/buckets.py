@@ -229,8 +229,7 @@ class Bucket:
 
     def finish_gather(self, waiting: Waiting) -> None:
         """Copy the collected weights into the parameters."""
-        if self.gathered is None:
-            return
+        assert self.gathered is not None
         if self.work is not None:
             with waiting("dp"):
                 self.work.wait()

@@ -56,6 +56,8 @@ class Zero:
         self.dp_group = dp_group
         self.master_dtype = master_dtype
         self.waiting: Waiting = lambda _axis: contextlib.nullcontext()
+        self.gathering: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """entered while new weights are waited for and put in their places"""
         self.buckets = [
             Bucket(named, named[0].shared_over or dp_group, master_dtype, comm_dtype or master_dtype)
             for named in fill_buckets(parameters, bucket_bytes, master_dtype)
@@ -203,7 +205,9 @@ class Zero:
     def finish_gather(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait for the weights of these buckets, by default of all, if they are on their way."""
         for bucket in self.forward_order if buckets is None else buckets:
-            bucket.finish_gather(self.waiting)
+            if bucket.gathered is not None:
+                with self.gathering():
+                    bucket.finish_gather(self.waiting)
 
     def gates(self, model: Any, last_parts: Iterable[str] = ()) -> Callable[[str], None]:
         """What a forward of a stage's model calls before each part of it (Stage.await_weights), so that the weights of

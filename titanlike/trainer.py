@@ -69,6 +69,7 @@ class Trainer:
         update out"""
         self.timers = Timers(mesh.device.type)
         self.zero.waiting = lambda axis: self.timers.span(f"comm/{axis}")
+        self.zero.gathering = lambda: self.timers.phase("param_gather")
         self.alive: Callable[[], object] = lambda: None
         """called after each microbatch, also of validation: the rank makes progress"""
         self._schedules: dict[int, Any] = {}
@@ -87,8 +88,7 @@ class Trainer:
         if `before_update` says so, the update is left out, and weights, moments and step_count stay as they were.
         """
         if self.built.whole_graph:
-            with self.timers.phase("param_gather"):
-                self.zero.finish_gather()
+            self.zero.finish_gather()
         with self.timers.phase("forward_backward"):
             loss_sum = self.forward_backward(batch)
         with self.timers.phase("grad_reduce"):
@@ -110,8 +110,8 @@ class Trainer:
             return dataclasses.replace(result, updated=False)
         with self.timers.phase("optimizer"):
             self.zero.step(factor, lr)
-        if finish:
-            with self.timers.phase("param_gather"):
+        with self.timers.phase("param_gather"):
+            if finish:
                 self.zero.finish_gather()
         if self.auxiliary is not None:
             for stage in self.built.stages:

@@ -72,12 +72,12 @@ def run(config: Config, before_step: Callable[[Any, int], None] | None = None) -
     seen = Seen()
     step, sample, message = subject.Trainer.train_step, subject.sample, subject.Metrics.message
 
-    def train_step(trainer: Any, batch: Any) -> Any:
+    def train_step(trainer: Any, batch: Any, **options: Any) -> Any:
         seen.samples.append(batch.sample_ids)
         seen.bytes = trainer.zero.bytes_per_rank()
         if before_step is not None:
             before_step(trainer, trainer.step_count + 1)
-        return step(trainer, batch)
+        return step(trainer, batch, **options)
 
     def short_sample(*args: Any, **kwargs: Any) -> list[int]:
         seen.text = sample(args[0], args[1], 6, **kwargs)

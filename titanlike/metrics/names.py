@@ -107,7 +107,11 @@ _TIME = (
     Name("time/grad_reduce_s", "s", "reduce-scatter of the gradients over dp, as far as it was waited for"),
     Name("time/clip_s", "s", "the gradient norm and the clipping"),
     Name("time/optimizer_s", "s", "the update of this rank's shard"),
-    Name("time/param_gather_s", "s", "all-gather of the updated weights over dp, as far as it was waited for"),
+    Name(
+        "time/param_gather_s",
+        "s",
+        "all-gather of the updated weights over dp, as far as it was waited for: by the next forward, before the part that uses them",
+    ),
     Name(
         "time/checkpoint_s", "s", "how long saving after the previous step held up the training", "steps after a save"
     ),
