@@ -110,7 +110,7 @@ _TIME = (
     Name(
         "time/param_gather_s",
         "s",
-        "all-gather of the updated weights over dp, as far as it was waited for: by the next forward, before the part that uses them",
+        "all-gather of the updated weights over dp, as far as the next forward waited for it",
     ),
     Name(
         "time/checkpoint_s", "s", "how long saving after the previous step held up the training", "steps after a save"
