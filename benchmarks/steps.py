@@ -49,16 +49,17 @@ def titanlike_steps(settings: dict[str, Any]) -> Steps:
     trainer = Trainer(config, mesh, vocab)
     loss = [0.0]
 
-    def step(variant: int | None) -> None:
+    def step(variant: int | None, finish: bool = False) -> None:
         if variant is not None:
             trainer.accumulation = variant  # a pipeline's schedule is made for one number: there, None only
         rows = trainer.accumulation * config.train.microbatch_size
         tokens, labels = global_batch(rows * mesh.dp, config.train.seq_len, vocab)
         own = slice(mesh.coordinate("dp") * rows, (mesh.coordinate("dp") + 1) * rows)
-        loss[0] = trainer.train_step(Batch(tokens[own], labels[own], None, None, [], {}), finish=False).loss.item()
+        loss[0] = trainer.train_step(Batch(tokens[own], labels[own], None, None, [], {}), finish).loss.item()
 
     def facts(variant: int | None) -> dict[str, Any]:
-        found = facts_of(step, variant)
+        step(variant, finish=True)  # nothing of a step before is in what is counted
+        found = facts_of(lambda v: step(v, finish=True), variant)  # and a profile must not end before its collectives
         found["optimizer_bytes"] = trainer.zero.bytes_per_rank()["optimizer_states"]
         found["buckets"] = len(trainer.zero.buckets)
         found["parameters"] = sum(parameter.numel() for parameter in trainer.built.plain.parameters())

@@ -51,7 +51,7 @@ def main() -> None:
             contender.ready()
 
         def measurement(who: str, dp: int, microbatches: int) -> Any:
-            return lambda: contenders[who, dp].seconds(microbatches, 4 if microbatches == 1 else 1)
+            return lambda: contenders[who, dp].seconds(microbatches, 8 if microbatches == 1 else 2)
 
         took = in_turns(
             {

@@ -245,6 +245,9 @@ class Run:
             # Logged, by the last of the hooks, before it is saved: a run that dies in between logs the step again,
             # rather than never. So the time of a save is part of the next step's.
             self.hooks("after_step", self, step, values)
+            if self.profiler is not None and step == self.profiler.last:
+                # A collective that ends after the profile writes its end into freed memory (a limit of torch on CPU).
+                trainer.zero.finish_gather()
             if self.profiler is not None and (written := self.profiler.after_step(step, values)):
                 metrics.message(written)
             interval = config.checkpoint.digest_interval

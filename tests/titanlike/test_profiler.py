@@ -76,6 +76,45 @@ def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
     assert folder(tmp_path / "run")[2:] == ["steps-4-5-rank-0.json.gz", "steps-4-5-rank-0.txt"]
 
 
+def test_no_collective_is_in_flight_when_a_profile_ends(tmp_path: Path) -> None:
+    """Symptom: a rank dies by SIGSEGV in gloo's thread, which tells the end of a gather to a profile that is no more."""
+    keys = {
+        "mesh.dp": 2,
+        "profile.steps": [2, 3],
+        "profile.ranks": [0, 1],
+        "train.steps": 5,
+        "optimizer.bucket_mb": 0.01,
+    }
+    for before_steps, at_the_end in run_ranks(2, _in_flight, tiny(tmp_path / "run", **keys)):
+        assert before_steps == [False, True, True, False, True]  # step 4 comes after the end of the profile
+        assert at_the_end == [False]
+
+
+def _in_flight(config: Any) -> tuple[list[bool], list[bool]]:
+    """Whether weights are on their way before each step, and when a profile ends."""
+    from titanlike.profiler import Profiler
+
+    write, trainers, before_steps, at_the_end = Profiler._write, [], [], []
+
+    def pending() -> bool:
+        return any(bucket.gathered is not None for bucket in trainers[-1].zero.buckets)
+
+    def before_step(trainer: Any, _step: int) -> None:
+        trainers.append(trainer)
+        before_steps.append(pending())
+
+    def noted(profiler: Profiler, last: int) -> None:
+        at_the_end.append(pending())
+        write(profiler, last)
+
+    Profiler._write = noted
+    try:
+        assert runs([config], before_step)[0].error is None
+    finally:
+        Profiler._write = write
+    return before_steps, at_the_end
+
+
 def _stop_after_3(trainer: Any, step: int) -> None:
     import os
     import signal

@@ -112,12 +112,14 @@ def test_a_signal_finishes_the_step_saves_and_stops(number: signal.Signals, tmp_
 
 def test_a_second_sigterm_acts_at_once(tmp_path: Path) -> None:
     """A save that hangs must not make the process immune."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever tests of scripts have left
     stop = StopSignal().install()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         stop.restore()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _decide_together(folder: str) -> list[tuple[bool, bool]]:
