@@ -77,7 +77,7 @@ def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
 
 
 def test_no_collective_is_in_flight_when_a_profile_ends(tmp_path: Path) -> None:
-    """Symptom: a rank dies by SIGSEGV in gloo's thread, which tells the end of a gather to a profile that is no more."""
+    """Symptom: a rank dies by SIGSEGV in gloo's thread, which tells the end of a gather to a profile that is gone."""
     keys = {
         "mesh.dp": 2,
         "profile.steps": [2, 3],
