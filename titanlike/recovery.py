@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from titanlike.errors import NonFinite, UserError
 from titanlike.guard import MAX_ROLLBACKS_TO_A_STEP, Guard, Verdict
+from titanlike.resume import take
 
 if TYPE_CHECKING:
     from titanlike.run import Run
@@ -77,7 +78,7 @@ def roll_back(run: Run, step: int, verdict: Verdict) -> None:
     checkpointer.config = checkpointer.config.model_copy(update={"load_step": None})  # it has been seen to at the start
     loaded = checkpointer.load(run.tensors())
     assert loaded is not None, "a run that may roll back saves before its first step"
-    run.take(loaded)
+    take(run, loaded)
     again = run.guard.rolled_back(loaded.step, loaded.meta.get("guard", Guard(run.config.guard).state()))
     if not again:
         raise UserError(

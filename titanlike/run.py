@@ -1,7 +1,7 @@
 """A training run from its config to its last checkpoint: the walk that scripts/train.py takes.
 
-config -> data -> mesh -> model, cut and materialised (build.py) -> newest good checkpoint -> loop(step, log, save) ->
-end.
+config -> data -> mesh -> model, cut and materialised (build.py) -> newest good checkpoint (resume.py) ->
+loop(step, log, save) -> end.
 
 Properties:
 - What a run computes is a function of the config and of the state in its checkpoint. No generator's state is saved:
@@ -18,19 +18,17 @@ import contextlib
 import dataclasses
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titanlike import __version__, out_of_memory
-from titanlike.checkpoint import Checkpointer, Loaded, Shard, StopSignal
-from titanlike.checkpoint.loading import together
+from titanlike.checkpoint import Checkpointer, Shard, StopSignal
 from titanlike.compile_watch import CompileWatch
-from titanlike.config import Config, write_resolved
+from titanlike.config import Config
 from titanlike.data import open_data
-from titanlike.errors import UserError, file_errors
+from titanlike.errors import file_errors
 from titanlike.generate.during import Samples
 from titanlike.guard import Guard, Verdict
 from titanlike.hooks import Hook, Hooks
@@ -43,6 +41,7 @@ from titanlike.metrics.timers import Timers
 from titanlike.metrics.waits import waits
 from titanlike.profiler import Profiler
 from titanlike.recovery import end_run, roll_back, tell_bad_step
+from titanlike.resume import start
 from titanlike.run_folder import check_shared, run_folder
 from titanlike.sample import sample
 from titanlike.startup import tables, throughput
@@ -167,7 +166,7 @@ class Run:
         self.timers.on_border = self.watch.phase
         trainer.alive = self.watch.alive
         trainer.before_update = self.before_update
-        self.start()
+        start(self)
         steps = config.train.steps
         if trainer.step_count >= steps:
             metrics.message(
@@ -382,99 +381,3 @@ class Run:
         self.hooks("on_save", self, step, meta)
         stall = self.checkpointer.save(step, self.tensors(), meta)
         self.metrics.event("checkpoint", step, checkpoint_stall_s=stall)
-
-    def start(self) -> None:
-        """Bring the state to where the run begins: the newest good checkpoint of its folder, or the initial weights."""
-        loaded = self.checkpointer.load(self.tensors(), self.check_fits)
-        changes: list[str] = []
-        if loaded is not None:
-            changes = self.resume(loaded)
-        elif self.config.checkpoint.init_from is not None:
-            self.start_from_weights(self.config.checkpoint.init_from)
-        self.checkpointer.prepare(self.tensors())
-
-        def write() -> None:
-            if self.mesh.is_main:
-                with file_errors("the run folder"):
-                    write_resolved(self.config, self.config.run_dir / "config.toml")
-                    self.metrics.resume_from(
-                        self.trainer.step_count,
-                        mesh=self.degrees(),
-                        world_size=dist.get_world_size(),
-                        **({"changes": changes} if changes else {}),
-                    )
-
-        together(write, dist.group.WORLD)  # rank 0 writes, and its error should be everyone's
-
-    def check_fits(self, folder: Path, meta: dict[str, Any]) -> None:
-        """Raise UserError for a checkpoint that this run cannot go on from, whatever the shapes of its tensors."""
-        if meta["tokenizer"] != self.data.tokenizer.fingerprint:
-            raise UserError(
-                f"the checkpoint {folder} was trained with another tokenizer than data.tokenizer = "
-                f'"{self.config.data.tokenizer}": use the one it was trained with, or another run.name'
-            )
-        self.data.check_cursor(meta["data"])
-
-    def start_from_weights(self, path: str) -> None:
-        """Take the weights alone of a checkpoint or a Hugging Face folder; step, data and optimizer start anew."""
-        model = dataclasses.asdict(self.trainer.built.plain.config)
-        for line in self.checkpointer.load_weights(path, self.tensors(), self.config.model.architecture, model):
-            self.metrics.message(line)
-        self.trainer.zero.gather()
-
-    def take(self, loaded: Loaded) -> None:
-        """Make the state of a checkpoint, whose tensors are loaded, that of the run."""
-        meta = loaded.meta
-        self.trainer.step_count = loaded.step
-        self.trainer.updates = meta.get("optimizer_steps", loaded.step)
-        self.trainer.zero.set_step_count(self.trainer.updates)
-        self.trainer.zero.gather()
-        self.cursor = meta["data"]
-        self.tokens = meta["tokens"]
-        self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
-
-    def resume(self, loaded: Loaded) -> list[str]:
-        """Go on from a checkpoint whose tensors are loaded. Returns what has changed in the config since it."""
-        meta, run_dir = loaded.meta, self.config.run_dir
-        self.take(loaded)
-        if "guard" in meta:
-            self.guard.load(meta["guard"])
-        self.metrics.message(loaded.summary)
-        changes = changed_keys(meta["config"], self.config.model_dump(mode="json"))
-        if meta["mesh"] != self.degrees():
-            changes.append(f"mesh {spelled(meta['mesh'])} -> {spelled(self.degrees())}")
-        if changes:
-            self.metrics.message(f"changed since that checkpoint: {', '.join(changes)}")
-        for sentence in self.data.check_cursor(meta["data"]):
-            self.metrics.message(sentence)
-        if self.config.checkpoint.init_from is not None:
-            self.metrics.message(
-                f"checkpoint.init_from = {self.config.checkpoint.init_from} was not used, because {run_dir} has a "
-                "checkpoint to resume from: a new run.name starts from those weights"
-            )
-        return changes
-
-
-def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys of two configs (as JSON) that differ, "train.steps 10 -> 20", but for those that change nothing in the
-    run itself: where it lives, what it writes, and the mesh, which is told by its degrees."""
-    old, new = flattened(before), flattened(now)
-    aside = ("run.dir", "run.name", "run.hang_timeout", "run.debug_collectives")
-    aside += ("checkpoint.", "metrics.", "profile.", "mesh.")
-    return [
-        f"{key} {old.get(key)} -> {new.get(key)}"
-        for key in [*new, *(key for key in old if key not in new)]
-        if old.get(key) != new.get(key) and not key.startswith(aside)
-    ]
-
-
-def flattened(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables by dotted path."""
-    flat: dict[str, Any] = {}
-    for name, value in tables.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
-
-
-def spelled(mesh: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())

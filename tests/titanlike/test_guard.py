@@ -118,7 +118,7 @@ def test_a_rollback_takes_the_last_good_checkpoint_and_leaves_out_the_bad_data(t
 
 def _flat(config: Any) -> dict[str, Any]:
     from titanlike.config import resolved
-    from titanlike.run import flattened
+    from titanlike.resume import flattened
 
     return flattened(resolved(config))
 
