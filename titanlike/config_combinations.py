@@ -175,6 +175,24 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def limit_of_torch(config: Config) -> str | None:
+    """What the installed torch cannot do of this config, as a sentence, or None. docs/running.md lists these limits."""
+    schedule = config.pipeline.schedule
+    if schedule in ("zbv", "dualpipev") and torch_version() < (2, 13) and on_cpu(config):
+        return (
+            f'pipeline.schedule = "{schedule}" needs torch 2.13 or newer on CPU ranks, where older ones cannot send '
+            "between two stages of one rank"
+        )
+    # Older ones lose the nodes of autograd.Functions between the two halves of the backward, and the experts have some.
+    if schedule in SPLIT_BACKWARD and config.mesh.pp > 1 and hasattr(config.model, "n_experts"):
+        if torch_version() < (2, 13):
+            return (
+                f'pipeline.schedule = "{schedule}" with experts needs torch 2.13 or newer, as older ones cannot split '
+                'the backward of their layers: use "1f1b" or "interleaved_1f1b"'
+            )
+    return None
+
+
 def on_cpu(config: Config) -> bool:
     """Whether the ranks of the run compute on CPU."""
     if config.run.device == "auto":
@@ -193,11 +211,8 @@ def _check_pipeline(config: Config, microbatches: int) -> None:
         raise UserError(
             f'pipeline.stages_per_rank must be {wanted} with pipeline.schedule = "{schedule}", got {per_rank}'
         )
-    if schedule in ("zbv", "dualpipev") and torch_version() < (2, 13) and on_cpu(config):
-        raise UserError(
-            f'pipeline.schedule = "{schedule}" needs torch 2.13 or newer on CPU ranks, where older ones cannot send '
-            "between two stages of one rank"
-        )
+    if limit := limit_of_torch(config):
+        raise UserError(limit)
     if schedule in SPLIT_BACKWARD and config.activation_checkpoint.mode == "selective":
         raise UserError(
             f'pipeline.schedule = "{schedule}" cannot run with activation_checkpoint.mode = "selective", because torch '

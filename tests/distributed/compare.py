@@ -17,11 +17,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
 from titanlike.config import Config, load_config
+from titanlike.config_combinations import cannot_compile, limit_of_torch
 from titanlike.data.batch import Batch
 from titanlike.loss import IGNORE
 from titanlike.mesh import Mesh
@@ -72,6 +74,19 @@ class Case:
         return self.pp * self.dp * self.tp
 
     def config(self) -> Config:
+        config = self._config()
+        config.validate_for(self.world_size)
+        return config
+
+    def skip_if_torch_is_too_old(self) -> None:
+        """Skip the test where the installed torch cannot run the case."""
+        config = self._config()
+        if limit := limit_of_torch(config):
+            pytest.skip(limit)
+        if self.changes.get("compile.enable") and (cannot := cannot_compile(config)):
+            pytest.skip(f"{cannot[0]}: {cannot[1]}")
+
+    def _config(self) -> Config:
         mesh = {
             "mesh.pp": self.pp,
             "mesh.dp": self.dp,
@@ -79,9 +94,7 @@ class Case:
             "mesh.ep": self.ep,
             "train.steps": max(self.steps, 1),
         }
-        config = load_config(None, TINY | mesh | self.changes)
-        config.validate_for(self.world_size)
-        return config
+        return load_config(None, TINY | mesh | self.changes)
 
 
 def case(pp: int = 1, dp: int = 1, tp: int = 1, ep: int = 1, **changes: Any) -> Case:
@@ -304,6 +317,7 @@ def measure(case: Case) -> tuple[list[Difference], list[Piece], dict[str, int], 
 
 def compare(case: Case, timeout: float = 120.0) -> Comparison:
     """Run the case on its ranks."""
+    case.skip_if_torch_is_too_old()
     results = run_ranks(case.world_size, measure, case, timeout=timeout)
     digests: dict[tuple[Any, ...], set[str]] = {}
     held: dict[str, dict[tuple[Any, ...], int]] = {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlike import config_combinations
 from titanlike.config import Config, config_keys, load_config, write_resolved
 from titanlike.config_combinations import STAGES_PER_RANK, without_effect
 from titanlike.errors import UserError
@@ -18,6 +19,12 @@ from titanlike.errors import UserError
 def config(**overrides: object) -> Config:
     """The default config with changes. Dots in keys are written as two underscores."""
     return load_config(None, {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+@pytest.fixture(autouse=True)
+def _as_with_a_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules are those of the newest torch, whichever is installed."""
+    monkeypatch.setattr(config_combinations, "torch_version", lambda: (2, 15))
 
 
 def refusal(world_size: int, **overrides: object) -> str:
@@ -276,6 +283,32 @@ def test_split_backward_schedules_cannot_recompute_selectively(schedule: str) ->
         assert 'cannot run with activation_checkpoint.mode = "selective"' in refusal(2, **loaded)
     else:
         config(**loaded).validate_for(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"pipeline__schedule": "zbv"}, "needs torch 2.13 or newer on CPU ranks"),
+        ({"pipeline__schedule": "dualpipev"}, "needs torch 2.13 or newer on CPU ranks"),
+        (
+            {"pipeline__schedule": "interleaved_zero_bubble", "model__architecture": "moe"},
+            "with experts needs torch 2.13 or newer",
+        ),
+        ({"pipeline__schedule": "interleaved_zero_bubble"}, None),
+        ({"model__architecture": "moe"}, None),
+    ],
+)
+def test_what_an_older_torch_cannot_do_is_refused(
+    changes: dict[str, str], sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: on torch 2.11 the first step ends in a traceback from inside torch on every rank."""
+    batch = {"mesh__pp": 2, "model__n_layers": 4, "run__device": "cpu"}
+    config(**batch, **changes).validate_for(2)
+    monkeypatch.setattr(config_combinations, "torch_version", lambda: (2, 11))
+    if sentence is None:
+        config(**batch, **changes).validate_for(2)
+    else:
+        assert sentence in refusal(2, **batch, **changes)
 
 
 COUNTS = range(1, 12)  # microbatches

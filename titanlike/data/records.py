@@ -186,7 +186,7 @@ def _read_jsonl(piece: Piece, fields: Sequence[str]) -> Iterator[tuple[int, Reco
             if line.strip():
                 try:
                     record = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:  # the latter: brackets in brackets, thousands of them
                     raise UserError(f"{piece.where(position)} is not JSON: {error}") from None
                 if not isinstance(record, dict):
                     raise UserError(f"{piece.where(position)} is not a JSON object")

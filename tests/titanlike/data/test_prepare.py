@@ -214,6 +214,7 @@ def test_a_folder_with_something_else_is_left_alone(tokens: Path, tmp_path: Path
         ('{"text": "a"}\n\n{"text": "b"\n', "bad.jsonl, line 3 is not JSON"),
         ('{"text": "a"}\n{"tekst": "b", "id": 1}\n', "bad.jsonl, line 2 has no field 'text'; its fields: tekst, id"),
         ('{"text": "a"}\n[1]\n', "bad.jsonl, line 2 is not a JSON object"),
+        ('{"text": "a"}\n{"text": ' + "[" * 100_000 + "\n", "bad.jsonl, line 2 is not JSON"),
         ('{"text": "a"}\n{"text": 3}\n', "bad.jsonl, line 2: the field 'text' is not a string but int"),
         ('{"text": ""}\n', "there is no text to tokenise"),
         ("", "there is no text to tokenise"),

@@ -126,6 +126,7 @@ MESHES = {
 @pytest.mark.parametrize("asked", MESHES.values(), ids=MESHES.keys())
 def test_numbers_are_those_of_a_plain_model_on_one_device(asked: Case) -> None:
     """Symptom: the norm of a layer jumps when a run goes on with another tp, for a rank told of its own part alone."""
+    asked.skip_if_torch_is_too_old()
     ranks = run_ranks(asked.world_size, looked, asked)
     for found in ranks:
         for mine, right in zip(found, plainly(asked), strict=True):
