@@ -72,10 +72,13 @@ def _plan(experts: Tensor, here: int, group: dist.ProcessGroup) -> _Plan:
     counts = order.counts.view(ep, here)  # [to rank, expert there]
     arriving = torch.empty_like(counts)  # [from rank, expert here]
     dist.all_to_all_single(arriving, counts, group=group)  # the ranks of ep: how many rows will come
-    expert = torch.arange(here, device=experts.device).repeat(ep).repeat_interleave(arriving.flatten())
+    # The host waits here, once: collectives want their sizes, and tensors theirs, as numbers.
+    send, receive = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
+    expert = torch.arange(here, device=experts.device).repeat(ep)
+    expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive))
     take = expert.argsort(stable=True)  # by expert, then as they came
     back = torch.empty_like(take).scatter_(0, take, torch.arange(take.numel(), device=take.device))
-    return _Plan(order, counts.sum(1).tolist(), arriving.sum(1).tolist(), arriving.sum(0), take, back)
+    return _Plan(order, send, receive, arriving.sum(0), take, back)
 
 
 def run_spread_experts(

@@ -167,7 +167,7 @@ class Trainer:
         values = torch.zeros(3 + own, dtype=torch.float64, device=self.mesh.device)
         if self.built.stages[-1].last and self.mesh.coordinate("tp") == 0:
             values[0] = loss_sum
-            values[1] = count
+            values[1].fill_(count)  # counted on the host: a copy from there would wait for the whole backward
         values[2] = squares
         if self.auxiliary is not None and self.mesh.coordinate("tp") == 0:  # all tp ranks have the same
             values[3:] = self.auxiliary.sums.flatten()
