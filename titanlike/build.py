@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from parallelize import async_tp
 from parallelize.activation_checkpoint import apply_activation_checkpoint
 from parallelize.compile import compile_stage, keep_activations, missing_compiler, separate_cache
 from parallelize.loss_chunks import ChunkedLoss
@@ -27,7 +28,7 @@ from parallelize.zero import NamedParameter, Zero, local_part
 from titanlike.config import Config, OptimizerConfig
 from titanlike.errors import UserError
 from titanlike.loss import cross_entropy_sum
-from titanlike.mesh import Mesh
+from titanlike.mesh import Mesh, set_tf32
 from titanlike.tables import Tables, stream_width, tables_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -199,6 +200,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     """Build this rank's part of the run. All ranks call it together. `prepare` is applied to each stage before weights
     are made (tests plant faults with it)."""
     device = mesh.device
+    set_tf32(device, config.train.tf32)
     dtype = DTYPES[config.train.dtype]
     model_config = config.model_config_for(vocab_size)
     with torch.device("meta"):
@@ -224,6 +226,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
     if compiled:
         separate_cache(mesh.rank)
         keep_activations(config.compile.memory_budget)
+        if config.compile.async_tp:
+            async_tp.enable(mesh.group("tp"))
     positions = loss_positions(config, model_config.vocab_size)
     for stage in stages:
         stage.loss = ChunkedLoss(stage.loss, positions)

@@ -176,6 +176,10 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """What the model computes in. bfloat16 keeps float32 master weights, gradient sums and moments."""
 
+    tf32: bool = False
+    """On CUDA, let matrix products in float32 round their inputs to TF32, 11 significant bits instead of 24: several
+    times as fast, and no longer the same run as on another device. For train.dtype = "float32"."""
+
     loss_chunk: int | None = Field(None, ge=0)
     """Positions of each sequence that have logits at a time; a chunk's logits are computed again in the backward. 0:
     all at once. Not given: all, unless the logits of a microbatch would take more than 512 MiB in float32 on a rank,
@@ -290,6 +294,10 @@ class CompileConfig(Section):
     memory_budget: float = Field(1.0, ge=0, le=1)
     """The share of the activation memory that compiled graphs would keep which they may keep; the compiler chooses what
     is computed again in the backward, from what is cheapest on."""
+
+    async_tp: bool = False
+    """With mesh.tp on CUDA devices that reach each other's memory (NVLink): cut the all-gathers and reduce-scatters of
+    sequence parallelism into pieces that are sent while the products beside them run."""
 
 
 class ActivationCheckpointConfig(Section):

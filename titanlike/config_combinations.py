@@ -50,6 +50,8 @@ def check(config: Config, world_size: int) -> None:
             'optimizer.grad_comm_dtype = "bfloat16" would round the gradients of train.dtype = "float64": leave it '
             "out, or train in float32 or bfloat16"
         )
+    if config.train.tf32 and on_cpu(config):
+        raise UserError("train.tf32 = true needs CUDA, and the ranks of this run compute on CPU: take it out")
     _check_compile(config)
     if config.mesh.pp > 1:
         _check_pipeline(config, microbatches)
@@ -70,12 +72,18 @@ def without_effect(config: Config) -> dict[str, str]:
         inert["mesh.ep"] = f'model.architecture = "{config.model.architecture}", which has no experts'
     optimizer, other = config.optimizer, {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
     inert |= {f"optimizer.{name}": f'optimizer.name = "{optimizer.name}"' for name in other[optimizer.name]}
+    if config.train.dtype != "float32":
+        inert["train.tf32"] = f'train.dtype = "{config.train.dtype}"'
     if optimizer.weight_decay == 0:
         inert["optimizer.decay_embeddings"] = "optimizer.weight_decay = 0"
     if not config.compiles:
         reason = cannot_compile(config) if config.compile.enable else None
         others = [name for name in type(config.compile).model_fields if name != "enable"]
         inert |= {f"compile.{name}": (reason or ("compile.enable = false", ""))[0] for name in others}
+    elif config.mesh.tp == 1:
+        inert["compile.async_tp"] = "mesh.tp = 1"
+    elif not config.mesh.sequence_parallel:
+        inert["compile.async_tp"] = "mesh.sequence_parallel = false"
     if not config.metrics.wandb:
         inert |= {f"metrics.{name}": "metrics.wandb = false" for name in ("wandb_project", "wandb_offline")}
     if config.profile.steps is None:
@@ -153,6 +161,12 @@ def _check_compile(config: Config) -> None:
             'activation_checkpoint.mode = "full" with mesh.tp > 1 cannot be compiled by stage (a limit of torch): use '
             'compile.scope = "block", or activation_checkpoint.mode = "selective"'
         )
+    if compile_.async_tp:
+        why = "the ranks of this run compute on CPU" if on_cpu(config) else missing_symmetric_memory()
+        if why is not None:
+            raise UserError(
+                f"compile.async_tp = true needs CUDA devices that reach each other's memory, and {why}: take it out"
+            )
 
 
 def cannot_compile(config: Config) -> tuple[str, str] | None:
@@ -200,6 +214,13 @@ def on_cpu(config: Config) -> bool:
 
         return not torch.cuda.is_available()
     return config.run.device == "cpu"
+
+
+def missing_symmetric_memory() -> str | None:
+    """Why this torch cannot let a rank read the memory of another one's device; None if it can."""
+    from parallelize import async_tp
+
+    return async_tp.missing()
 
 
 def _check_pipeline(config: Config, microbatches: int) -> None:

@@ -42,6 +42,16 @@ def pick_device(name: str = "auto") -> torch.device:
     return device
 
 
+def set_tf32(device: torch.device, allowed: bool) -> None:
+    """Whether matrix products of float32 tensors on a CUDA device may round their inputs to TF32, for the whole
+    process. Elsewhere nothing changes."""
+    if device.type == "cuda":
+        # Said either way: an environment variable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in some containers) changes
+        # torch's own default. Not by torch.backends.cuda.matmul.fp32_precision: after that torch refuses to tell the
+        # precision in the older way, in which its compiler asks.
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
 def init_distributed(device: torch.device, timeout_s: float = 600.0, debug: bool = False) -> None:
     """Join the default process group: gloo for CPU tensors, NCCL for CUDA tensors. Without a launcher, a group of one.
 

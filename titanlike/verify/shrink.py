@@ -79,6 +79,8 @@ def shrink(config: Config, vocab_size: int) -> Shrunk:
     train = tables["train"]
     train["seq_len"] = min(config.train.seq_len, _like(config.train.seq_len, mesh.tp, 8))
     train["dtype"] = "float64"
+    train.pop("tf32", None)  # both for CUDA alone
+    tables.get("compile", {}).pop("async_tp", None)
     train["microbatch_size"] = min(config.train.microbatch_size, 2)
     train["steps"] = STEPS + 1
     schedule = tables.setdefault("schedule", {})
