@@ -66,12 +66,14 @@ def gather_rows(graph: torch.fx.Graph) -> None:
         gather = wait.args[0] if wait.target is c10d.wait_tensor.default else None
         if not isinstance(gather, torch.fx.Node) or gather.target is not c10d.all_gather_into_tensor.default:
             continue
-        part, whole = gather.args[0].meta["val"], wait.meta["val"]  # [1, seq / tp, dim] and [tp, seq / tp, dim]
+        source = gather.args[0]
+        assert isinstance(source, torch.fx.Node)
+        part, whole = source.meta["val"], wait.meta["val"]  # [1, seq / tp, dim] and [tp, seq / tp, dim]
         if part.dim() != 3 or part.shape[0] != 1 or len(gather.users) != 1:
             continue
         shape = [whole.shape[0] * whole.shape[1], whole.shape[2]]
         with graph.inserting_before(gather):
-            flat = graph.call_function(reshape, (gather.args[0], list(part.shape[1:])))
+            flat = graph.call_function(reshape, (source, list(part.shape[1:])))
             flat.meta["val"] = part.reshape(part.shape[1:])
             gathered = graph.call_function(gather.target, (flat, *gather.args[1:]), dict(gather.kwargs))
             rows = graph.call_function(wait.target, (gathered,))
