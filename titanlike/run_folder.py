@@ -27,8 +27,8 @@ def run_folder(folder: Path, rank: int) -> Generator[None]:
     try:
         with file_errors(f"the run folder {folder} (run.dir/run.name)"):
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                file.write(b"tried")  # a full disk still takes an empty file
         for name in ("checkpoints", "tensorboard"):
             if (folder / name).exists() and not (folder / name).is_dir():
                 raise UserError(
@@ -90,10 +90,10 @@ def _locked(folder: Path) -> Generator[None]:
                 held = False
             if held and not _is_at(file, path):
                 continue  # a job that ended just now removed the file that was opened: the lock is of nothing
-            file.truncate(0)
-            file.write(_holder())
-            file.flush()
             try:
+                with file_errors(f"the run folder {folder} (run.dir/run.name)"):
+                    os.ftruncate(file.fileno(), 0)
+                    os.write(file.fileno(), _holder().encode())  # what a buffer held would fail again at its end
                 yield
             finally:
                 with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.titanlike.runs import run_on
 from titanlike import run_folder as subject
+from titanlike.errors import UserError
 from titanlike.run_folder import run_folder
 
 
@@ -33,6 +35,19 @@ def test_a_run_leaves_no_lock(tmp_path: Path) -> None:
     (seen,) = run_on(1, tmp_path / "run", **{"train.steps": 1})
     assert seen.error is None and (tmp_path / "run" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
+    """A full disk takes a new file, but no word in it: the start ended in a traceback from the lock."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        said = r"the run folder .*run \(run.dir/run.name\): cannot use"
+        with pytest.raises(UserError, match=said), run_folder(tmp_path / "run", 0):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_is_not_empty_stays(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO
 
+from titanlike.errors import file_errors
 from titanlike.metrics import files
 from titanlike.metrics.config import MetricsConfig
 from titanlike.metrics.console import Console
@@ -95,11 +97,11 @@ class Metrics:
         """Write one line to events.jsonl: `event`, the step after which it happened, the time, and JSON fields."""
         if not self.is_main:
             return
-        if self._events_file is None:
-            self._events_file = files.open_append(self.run_dir / files.EVENTS_FILE)
-        self._events_file.write(
-            files.encode({"event": event, "step": step, "wall_time": self._clock(), **fields}) + "\n"
-        )
+        line = files.encode({"event": event, "step": step, "wall_time": self._clock(), **fields}) + "\n"
+        with file_errors(f"the event {event} after step {step}"):
+            if self._events_file is None:
+                self._events_file = files.open_append(self.run_dir / files.EVENTS_FILE)
+            self._events_file.write(line)
 
     def samples(self, step: int, texts: Sequence[str]) -> None:
         """Texts that the model made after `step`: on the console, as an event `samples`, and in TensorBoard."""
@@ -143,4 +145,6 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
+        # A line that a full disk did not take is tried again when its file closes: the first error is the one to tell.
+        with file_errors("the metrics") if error is None else contextlib.suppress(OSError):
+            self.close()

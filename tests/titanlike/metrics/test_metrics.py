@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-from titanlike.errors import UserError
+from titanlike.errors import UserError, file_errors
 from titanlike.metrics import Metrics, MetricsConfig, files
 from titanlike.metrics.console import Console, format_duration, format_loss
 
@@ -46,6 +46,17 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
         metrics.message("hello")
         metrics.tables([])
     assert not run_dir.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("name", [files.METRICS_FILE, files.EVENTS_FILE])
+def test_a_full_disk_is_told_once(tmp_path: Path, name: str) -> None:
+    """The file's close failed with the same line again, and that traceback took the place of the sentence."""
+    (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(UserError, match="No space left on device"), quiet(tmp_path) as metrics:
+        with file_errors("the metrics of step 1"):  # as the run does it
+            metrics.log(1, VALUES)
+        metrics.event("resume", 1)
 
 
 def test_a_line_has_step_values_and_time(tmp_path: Path) -> None:
