@@ -5,8 +5,9 @@
 Prints, for each contender, tokens per second (median over the rounds), the speed as a multiple of our own 1 rank and of
 DDP and FSDP2 in the same round (median, and least..most), and whether the loss after the same number of steps is that
 of the first contender. Goals: dp 2 / tp 2 / pp 2 with 8 microbatches 1.85 / 1.55 / 1.70 times 1 rank; dp 2 at least
-1.00 times DDP and 1.5 times FSDP2. All take the same global batch: dp in one microbatch per rank, the pipeline in 4
-(pp4, zbv4) or 8 (pp8, zbv8).
+1.00 times DDP and 1.5 times FSDP2. The row "2 ranks apart" is what the machine allows: two ranks that do not know of
+each other, at the same time, on half of the batch each. All take the same global batch: dp in one microbatch per rank,
+the pipeline in 4 (pp4, zbv4) or 8 (pp8, zbv8).
 
 Where torchtitan 0.2.2 is installed (`pip install torchtitan==0.2.2`) it is a contender on each kind of mesh (titan-*),
 and a second table has our speed as a multiple of its own on the same kind.
@@ -35,13 +36,14 @@ from contenders import (
     spread,
     write_json,
 )
-from steps import titanlike_steps, torch_steps
+from steps import apart_steps, titanlike_steps, torch_steps
 from torchtitan_steps import fails, missing, torchtitan_steps
 
 # name -> (title, ranks, steps, keys and the number of microbatches of the step)
 CONTENDERS: dict[str, tuple[str, int, Callable[[Any], Steps], dict[str, Any], int]] = {
     "one": ("titanlike 1 rank", 1, titanlike_steps, {}, 1),
     "dp": ("titanlike dp 2", 2, titanlike_steps, {"mesh.dp": 2}, 1),
+    "apart": ("2 ranks apart", 2, apart_steps, {}, 1),
     "tp": ("titanlike tp 2", 2, titanlike_steps, {"mesh.tp": 2}, 1),
     "pp4": ("titanlike pp 2, 1f1b, 4 microbatches", 2, titanlike_steps, {"mesh.pp": 2}, 4),
     "pp8": ("titanlike pp 2, 1f1b, 8 microbatches", 2, titanlike_steps, {"mesh.pp": 2}, 8),
@@ -56,7 +58,7 @@ CONTENDERS: dict[str, tuple[str, int, Callable[[Any], Steps], dict[str, Any], in
     "titan-pp8": ("torchtitan pp 2, 1f1b, 8 microbatches", 2, torchtitan_steps, {"style": "pp"}, 8),
 }
 TITAN = [name for name in CONTENDERS if name.startswith("titan-")]
-DEFAULT = ["one", "dp", "tp", "pp4", "pp8", "ddp", "fsdp", *TITAN]
+DEFAULT = ["one", "apart", "dp", "tp", "pp4", "pp8", "ddp", "fsdp", *TITAN]
 SAME_MESH = [("one", "titan-one"), ("dp", "titan-ddp"), ("dp", "titan-fsdp"), ("tp", "titan-tp"), ("pp8", "titan-pp8")]
 """which of ours is beside which of torchtitan's"""
 
@@ -73,6 +75,8 @@ def start(name: str, args: argparse.Namespace) -> Contender:
         "train.steps": 10000,
         "compile.enable": args.compile and "zbv" not in name,
     }
+    if setup is apart_steps:
+        settings |= {name: args.rows // 2 for name in ("train.global_batch_size", "train.microbatch_size")}
     return Contender(title, ranks, setup, settings | keys)
 
 
@@ -131,7 +135,13 @@ def main() -> None:
     for name in names:
         speeds = {other: ratio(took[other], took[name]) for other in against}
         seconds = statistics.median(took[name])
-        same = "agree" if abs(losses[name] - losses[names[0]]) < 1e-3 * losses[names[0]] else "DIFFER"
+        same = (
+            ""
+            if name == "apart"
+            else "agree"
+            if abs(losses[name] - losses[names[0]]) < 1e-3 * losses[names[0]]
+            else "DIFFER"
+        )
         title = contenders[name].name
         rows.append([title, f"{args.rows * args.seq_len / seconds:,.0f}", *(spread(s) for s in speeds.values()), same])
         results.append(
