@@ -148,6 +148,7 @@ def torch_steps(settings: dict[str, Any]) -> Steps:
         optimizer.zero_grad(set_to_none=style != "ddp")
 
     def facts(variant: int | None) -> dict[str, Any]:
+        step(variant)  # as many steps as titanlike_steps takes
         found = facts_of(step, variant)
         found["optimizer_bytes"] = sum(
             (value.to_local() if hasattr(value, "to_local") else value).nbytes
