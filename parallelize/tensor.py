@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from parallelize.gloo import exchange_parts
+
 TensorPlan = dict[str, ParallelStyle]
 """Name pattern of modules (`layers.*.attention.wq`) -> how they are cut"""
 
@@ -210,6 +212,8 @@ def apply_tensor_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> N
 
     Entries for parts that this stage does not hold are passed over: call `check_plan` on the whole model first.
     """
+    if mesh.device_type == "cpu":
+        exchange_parts()
     held = {name for name, _ in model.named_modules()}
     here = {
         pattern: style for pattern, style in plan.items() if any(covered_by({pattern: style}, name) for name in held)
