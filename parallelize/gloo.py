@@ -37,7 +37,7 @@ def exchange_parts() -> None:
 
 
 def _can_exchange(x: Tensor, named: Any) -> bool:
-    group = _resolve_process_group(named) if isinstance(named, str) else named
+    group = _resolve_process_group(named) if isinstance(named, str) else named  # type: ignore[arg-type]
     return x.dtype in _EXCHANGED and x.dim() > 0 and dist.get_backend(group) == "gloo"
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelize.zero import all_gather
+from parallelize.buckets import all_gather
 
 
 def vocab_parallel_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: int) -> Tensor:
