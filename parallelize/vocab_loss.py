@@ -26,7 +26,9 @@ def vocab_parallel_cross_entropy_sum(logits: DTensor, labels: Tensor, ignore: in
     mesh = logits.device_mesh
     assert tuple(logits.placements) == (Shard(1),), logits.placements
     first = mesh.get_local_rank() * -(-logits.shape[1] // mesh.size())  # as torch.chunk cuts
-    return _CrossEntropySum.apply(logits.to_local(), labels, first, ignore, mesh.get_group())  # type: ignore[return-value]
+    return _CrossEntropySum.apply(
+        logits.to_local(grad_placements=list(logits.placements)), labels, first, ignore, mesh.get_group()
+    )  # type: ignore[return-value]
 
 
 class _CrossEntropySum(torch.autograd.Function):
