@@ -50,7 +50,7 @@ def _exchange(x: Tensor, ranks: int, named: Any) -> Tensor:
 
 def _reduce_scatter(keys: Any, x: Tensor, reduction: str, ranks: int, named: Any) -> Tensor:
     if reduction != "sum" or ranks == 1 or not _can_exchange(x, named):
-        return _usual["reduce_scatter_tensor"].call_boxed(keys, x, reduction, ranks, named)
+        return _usual["reduce_scatter_tensor"].call_boxed(keys, x.contiguous(), reduction, ranks, named)
     parts = torch.ops._c10d_functional.wait_tensor(_exchange(x, ranks, named)).chunk(ranks)
     out = parts[0] + parts[1]
     for part in parts[2:]:
@@ -60,5 +60,5 @@ def _reduce_scatter(keys: Any, x: Tensor, reduction: str, ranks: int, named: Any
 
 def _all_gather(keys: Any, x: Tensor, ranks: int, named: Any) -> Tensor:
     if not _can_exchange(x, named):
-        return _usual["all_gather_into_tensor"].call_boxed(keys, x, ranks, named)
+        return _usual["all_gather_into_tensor"].call_boxed(keys, x.contiguous(), ranks, named)
     return _exchange(x.expand(ranks, *x.shape).flatten(0, 1), ranks, named)
