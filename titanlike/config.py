@@ -69,6 +69,13 @@ class RunConfig(Section):
     """Let the ranks compare every collective before they run it, and end with an error where they differ: slow, for
     finding a fault."""
 
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_of_its_own(cls, name: str) -> str:
+        if name != name.strip() or any(part in ("", ".", "..") for part in name.split("/")):
+            raise ValueError(f"must be the name of a folder in run.dir, got {name!r}")
+        return name
+
 
 class ModelConfig(Section, extra="allow"):
     """The model: an architecture, and its sizes or a preset."""

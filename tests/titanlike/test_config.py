@@ -362,6 +362,8 @@ def test_a_config_made_in_python_knows_its_keys_too() -> None:
             "optimizer.groups[0].match on the command line: 'a(' is not a regular",
         ),
         ("optimizer.groups", "[{match = 'a'}]", "optimizer.groups[0] on the command line: the group changes nothing"),
+        ("run.name", "..", "run.name must be the name of a folder in run.dir, got '..'"),
+        ("run.name", "a/../../b", "run.name must be the name of a folder in run.dir, got 'a/../../b'"),
         ("compile.enable", "yes", 'compile.enable must be true or false, got "yes"'),
         ("compile.enable", "1", "compile.enable must be true or false, got 1"),
         ("pipeline.split", "2,2", 'pipeline.split must be a list of integers, got "2,2"'),

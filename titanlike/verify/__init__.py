@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import CompileConfig, Config
+from titanlike.config_combinations import torch_version
 
 if TYPE_CHECKING:
     from titanlike.verify.report import Report
@@ -51,7 +52,9 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
     began = time.monotonic()
     if config.mesh.dp is None:
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"dp": 1})})
-    if not config.compile.model_fields_set:  # a default; eager ranks are quicker to start, and show what modules return
+    # By default eagerly: such ranks are quicker to start, and show what modules return. It is all in float64, which an
+    # older torch cannot compile.
+    if not config.compile.model_fields_set or torch_version() < (2, 12):
         config = config.model_copy(update={"compile": CompileConfig(enable=False)})
     mesh = config.mesh
     assert mesh.dp is not None
