@@ -76,7 +76,7 @@ def _config(run_dir: Path) -> Config:
         {
             **{"run.dir": str(run_dir.resolve().parent), "run.name": run_dir.resolve().name},
             **{"mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 1, "mesh.ep": 1, "train.microbatch_size": 1},
-            **{"compile": None, "compile.enable": False, "activation_checkpoint.mode": "none"},
+            **{"compile.enable": False, "activation_checkpoint.mode": "none"},
         },
     )
 
