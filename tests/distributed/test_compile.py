@@ -66,6 +66,77 @@ def _looks_at_its_input(x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
+BLOCK: dict[str, Any] = {"compile__enable": True, "compile__scope": "block"}
+STAGE: dict[str, Any] = {"compile__enable": True, "compile__scope": "stage"}
+COMPILED = {
+    "dp 2, documents, tied": case(dp=2, steps=2, documents=True, model__tie_embeddings=True, **BLOCK),
+    "dp 2, documents, tied, by stage": case(dp=2, steps=2, documents=True, model__tie_embeddings=True, **STAGE),
+    "tp 2, documents, selective": case(
+        tp=2, steps=2, documents=True, activation_checkpoint__mode="selective", **BLOCK
+    ),
+    "tp 2, sequence whole, full": case(
+        tp=2, steps=2, mesh__sequence_parallel=False, activation_checkpoint__mode="full", **BLOCK
+    ),
+    "pp 2, tp 2, 1f1b, tied": case(2, 1, 2, steps=2, model__tie_embeddings=True, **BLOCK),
+    "pp 2, interleaved": case(
+        2, steps=2, model__n_layers=4, pipeline__schedule="interleaved_1f1b", activation_checkpoint__mode="full",
+        **STAGE,
+    ),
+    "pp 2, all forwards first": case(2, steps=2, pipeline__schedule="afab", documents=True, **STAGE),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", COMPILED.values(), ids=COMPILED)
+def test_compiled_is_the_same_run(asked: Case) -> None:
+    """Symptom: a combination that computes something else, or fails, as soon as it is compiled."""
+    if missing_compiler() is not None:
+        pytest.skip("there is no C++ compiler here")
+    assert_same_run(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["block", "stage"])
+def test_nothing_is_compiled_after_the_first_steps_and_the_first_validation(scope: str) -> None:
+    """Symptom: each validation, or the return to training, compiles again."""
+    if missing_compiler() is not None:
+        pytest.skip("there is no C++ compiler here")
+    asked = case(steps=2, train__microbatch_size=2, compile__enable=True, compile__scope=scope)
+    first, *others = run_ranks(1, _graphs, asked)[0]
+    assert first > 0 and others == [first] * len(others)
+
+
+def _graphs(asked: Case) -> list[int]:
+    """How many graphs there are after two steps and a validation, and after each of the next."""
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    trainer = trainer_of(asked)
+    one, two, held_out = batches(asked, trainer.config)
+    found = []
+    trainer.train_step(one)
+    for _ in range(3):
+        trainer.train_step(two)
+        trainer.evaluate(iter([held_out]))
+        found.append(counters["stats"]["unique_graphs"] - before)
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_bfloat16_is_near_the_uncompiled() -> None:
+    """Symptom: compiled, the masters or the loss are in bfloat16."""
+    if missing_compiler() is not None:
+        pytest.skip("there is no C++ compiler here")
+    asked = {"steps": 3, "train__dtype": "bfloat16"}
+    mine, other = (run_ranks(1, _losses, case(**asked, compile__enable=on))[0] for on in (True, False))
+    assert mine == pytest.approx(other, rel=2e-3)
+
+
+def _losses(asked: Case) -> list[float]:
+    trainer = trainer_of(asked)
+    return [trainer.train_step(batch).loss.item() for batch in batches(asked, trainer.config)]
+
+
 @pytest.mark.slow
 def test_a_budget_for_activations_keeps_less_and_changes_nothing() -> None:
     """Symptom: the setting has no effect, or what is computed again differs."""
