@@ -119,7 +119,7 @@ class Checkpointer:
             self.poll()
         if asked:
             by = f" by {self._stop.received}" if self._stop is not None and self._stop.received else ""
-            self.say(f"asked to stop{by}: finishing at step {step}")
+            self.say(f"asked to stop{by}: saving after step {step}, then ending")
         save = asked or due or self._moments.by_step(step, last)
         return Decision(save and step not in (self.saved_step, self._writing_step), asked or last)
 

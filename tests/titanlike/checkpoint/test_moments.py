@@ -104,7 +104,7 @@ def test_a_signal_finishes_the_step_saves_and_stops(number: signal.Signals, tmp_
         os.kill(os.getpid(), number)
         assert stop.received == number.name
         assert checkpointer.decide(2) == (True, True)
-        assert said == [f"asked to stop by {number.name}: finishing at step 2"]
+        assert said == [f"asked to stop by {number.name}: saving after step 2, then ending"]
     finally:
         stop.restore()
     assert [signal.getsignal(n) for n in StopSignal.SIGNALS] == before
