@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.moe import MoEConfig, loop_over_experts, route, run_experts
+from models.moe import MoEConfig
+from models.routing import loop_over_experts, route, run_experts
 from titanlike.config import load_config
 from titanlike.data.batch import Batch
 from titanlike.mesh import Mesh, init_distributed, pick_device

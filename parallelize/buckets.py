@@ -242,8 +242,7 @@ class Bucket:
 
 
 def add_up(parts: Tensor, into: Tensor) -> None:
-    """The sum over dim 0 of `parts` [n, numel], n at least 2, in the dtype of `into` [numel], in the order of the
-    parts."""
+    """The sum over dim 0 of `parts` [n, ...], n at least 2, in the dtype of `into` [...], in the order of the parts."""
     if parts.dtype == into.dtype:
         torch.add(parts[0], parts[1], out=into)
     else:

@@ -113,6 +113,5 @@ def compile_stage(
             block.forward = compiled(block.forward, f"a {type(block).__name__}")
             apply_activation_checkpoint(block, checkpoint_mode, keep)
     assert isinstance(stage.loss, ChunkedLoss)
-    stage.loss.inner = compiled(
-        stage.loss.inner, "the head with the loss"
-    )  # one graph for all chunks, run again to recompute
+    # One graph for all chunks, run again to recompute.
+    stage.loss.inner = compiled(stage.loss.inner, "the head with the loss")

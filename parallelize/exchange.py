@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.grouped import grouped_outer, grouped_product, take_rows
-from models.moe import Order, combine, order_by_expert, swiglu
+from models.routing import Order, combine, order_by_expert, swiglu
 
 
 class _Exchange(torch.autograd.Function):
@@ -84,8 +84,8 @@ def _plan(experts: Tensor, here: int, group: dist.ProcessGroup) -> _Plan:
 def run_spread_experts(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """As models.moe.run_experts, with the weights of this rank's experts: those of ep rank r come r-th. `experts` and
-    `weights` are those of Routing. All ranks of the ep group call it together."""
+    """As models.routing.run_experts, with the weights of this rank's experts: those of ep rank r come r-th. `experts`
+    and `weights` are those of Routing. All ranks of the ep group call it together."""
     plan = _plan(experts, w1.shape[0], group)
     rows = take_rows(x, plan.order.pairs, plan.order.places, each=experts.shape[1])
     kept = sum(plan.send)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from models.moe import Routing, route, run_experts
+from models.routing import Routing, route, run_experts
 from parallelize import exchange
 
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # private: operations get the name of a group
 
+from parallelize.buckets import add_up
+
 _EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _library: torch.library.Library | None = None
@@ -51,10 +53,9 @@ def _exchange(x: Tensor, ranks: int, named: Any) -> Tensor:
 def _reduce_scatter(keys: Any, x: Tensor, reduction: str, ranks: int, named: Any) -> Tensor:
     if reduction != "sum" or ranks == 1 or not _can_exchange(x, named):
         return _usual["reduce_scatter_tensor"].call_boxed(keys, x.contiguous(), reduction, ranks, named)
-    parts = torch.ops._c10d_functional.wait_tensor(_exchange(x, ranks, named)).chunk(ranks)
-    out = parts[0] + parts[1]
-    for part in parts[2:]:
-        out += part
+    parts = torch.ops._c10d_functional.wait_tensor(_exchange(x, ranks, named)).unflatten(0, (ranks, -1))
+    out = torch.empty_like(parts[0])
+    add_up(parts, out)
     return out
 
 

@@ -145,8 +145,7 @@ class Stage(nn.Module):
         """x: tokens [batch, seq] on the first stage, else the hidden states that the stage before returned; labels
         [batch, seq] (used by the last stage; the shape of the others' batch)."""
         x, context = self._layers(x, labels, positions, document_ids)
-        if self.await_weights is not None:
-            self.await_weights("head")
+        self._await("head")
         out = torch.stack([self.loss(self.model.head, x, labels)]) if self.last else self.border(x)
         if self.auxiliary is not None and self.training:
             out = self.auxiliary.attach(out, self.model, context)
@@ -172,8 +171,7 @@ class Stage(nn.Module):
         self, x: Tensor, like: Tensor, positions: Tensor | None, document_ids: Tensor | None
     ) -> tuple[Tensor, Any]:
         model = self.model
-        if self.await_weights is not None:
-            self.await_weights("embed")
+        self._await("embed")
         if self.first:
             x = model.embed(x)
         elif self.tp_mesh is not None:
@@ -181,10 +179,13 @@ class Stage(nn.Module):
         shape_like = torch.empty(0, dtype=x.dtype, device=like.device).expand(*like.shape, 0)
         context = model.context(shape_like, positions, document_ids)
         for name, layer in model.layers.items():
-            if self.await_weights is not None:
-                self.await_weights(name)
+            self._await(name)
             x = layer(x, context)
         return x, context
+
+    def _await(self, part: str) -> None:
+        if self.await_weights is not None:
+            self.await_weights(part)
 
     def border(self, x: Tensor) -> Tensor:
         """What is sent to the next stage: the local tensor."""

@@ -209,21 +209,18 @@ class Zero:
                 with self.gathering():
                     bucket.finish_gather(self.waiting)
 
-    def gates(self, model: Any, last_parts: Iterable[str] = ()) -> Callable[[str], None]:
+    def gates(self, model: Any, head_parts: Iterable[str]) -> Callable[[str], None]:
         """What a forward of a stage's model calls before each part of it (Stage.await_weights), so that the weights of
-        the later parts can still be on their way. `last_parts` are the modules that `head` alone uses; what is neither
+        the later parts can still be on their way. `head_parts` are the modules that `head` alone uses; what is neither
         in a layer nor in those is waited for before `embed`."""
+        later = ("layers", *head_parts)
         parts = {name: [*layer.parameters()] for name, layer in model.layers.items()}
-        later = {id(parameter) for parameters in parts.values() for parameter in parameters}
-        first = [m for name, m in model.named_children() if name != "layers" and name not in last_parts]
-        early = {id(parameter) for module in first for parameter in module.parameters()}
-        early |= {id(parameter) for parameter in model.parameters(recurse=False)}
-        for name in last_parts:
-            module = getattr(model, name)
-            later |= set() if module is None else {id(parameter) for parameter in module.parameters()}
-        parts["embed"] = [p for p in model.parameters() if id(p) in early or id(p) not in later]
+        parts["embed"] = [*model.parameters(recurse=False)]
+        for name, module in model.named_children():
+            if name not in later:
+                parts["embed"] += module.parameters()
+        parts["head"] = [*model.parameters()]
         buckets = {part: self.buckets_of(parameters) for part, parameters in parts.items()}
-        buckets["head"] = self.buckets_of(model.parameters())
         return lambda part: self.finish_gather(buckets[part])
 
     def buckets_of(self, parameters: Iterable[Tensor]) -> list[Bucket]:

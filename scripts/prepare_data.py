@@ -17,7 +17,7 @@ from pathlib import Path
 from titanlike.config_errors import validate
 from titanlike.data.config import RECORDS, SourceConfig
 from titanlike.data.prepare import Progress, prepare
-from titanlike.data.records import section_errors
+from titanlike.data.source_errors import section_errors
 from titanlike.errors import UserError, run_main
 
 NAMES = ("dataset", "subset", "split", *RECORDS)  # keys of [data] that are options here

@@ -144,8 +144,6 @@ class Cut:
     stage_ranks: list[int]
     """stage index -> pp coordinate"""
     layers_per_stage: list[int]
-    last_parts: tuple[str, ...]
-    """the modules that `head` alone uses, if that is known"""
 
 
 def cut(
@@ -192,8 +190,7 @@ def cut(
             tables.module.cut_experts(model, mesh.expert_mesh)
         first, last = index == 0, index == num_stages - 1
         stages.append(Stage(model, cross_entropy_sum, first=first, last=last, tp_mesh=tp_mesh, stream=stream))
-    known = last_parts or tables.get("LAST_PARTS") or ()
-    return Cut(stages, indices, stage_ranks, split, tuple(known))
+    return Cut(stages, indices, stage_ranks, split)
 
 
 def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage], None] | None = None) -> Built:
@@ -274,8 +271,10 @@ def build(config: Config, mesh: Mesh, vocab_size: int, prepare: Callable[[Stage]
         zero.set_master(named.name, draw_box(plain, config.run.seed, named.name, shape, box, device))
     zero.gather()
     whole_graph = compiled and config.compile.scope == "stage"
-    for stage in () if whole_graph else stages:
-        stage.await_weights = zero.gates(stage.model, parts.last_parts)
+    if not whole_graph:
+        head_parts = tables.head_parts(plain)
+        for stage in stages:
+            stage.await_weights = zero.gates(stage.model, head_parts)
     buffers = materialise_buffers(stages, device, master_dtype(dtype))
     return Built(
         plain, stages, indices, stage_ranks, split, zero, whole_graph, dtype, buffers, stream_width(plain), uncompiled

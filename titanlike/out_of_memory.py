@@ -71,31 +71,25 @@ def told(error: BaseException, config: Config, world_size: int, vocab_size: int,
     if said is None:
         return None
     dp = config.resolved_dp(world_size)
-    estimated = estimate(config, dp, vocab_size)
-    configured, helpful = _configured(config, dp, estimated), _helpful(config, dp, estimated)
-    return UserError(f"out of memory in {where} ({said}) with {configured}; what would help most: {helpful}")
+    return UserError(f"out of memory in {where} ({said}) with {_advice(config, dp, vocab_size)}")
 
 
 def too_little(needs: float, which: str, has: float, config: Config, dp: int, vocab_size: int) -> UserError:
     """The error for a rank, `which`, that needs more bytes than a device `has`, with the same changes."""
-    estimated = estimate(config, dp, vocab_size)
     sizes = f"{format_bytes(needs)}, more than {format_bytes(has)}"
-    configured, helpful = _configured(config, dp, estimated), _helpful(config, dp, estimated)
-    return UserError(f"{which} needs {sizes}, with {configured}; what would help most: {helpful}")
+    return UserError(f"{which} needs {sizes}, with {_advice(config, dp, vocab_size)}")
 
 
-def _configured(config: Config, dp: int, estimated: Estimate) -> str:
-    train, mesh = config.train, config.mesh
+def _advice(config: Config, dp: int, vocab_size: int) -> str:
+    """What the config asks for, and the changes to it that would help most."""
+    train, mesh, estimated = config.train, config.mesh, estimate(config, dp, vocab_size)
+    helpful = " and ".join(change.words for change in best(changes(config, dp, estimated), estimated))
     ep = f" (ep {mesh.ep})" if mesh.ep > 1 else ""
     return (
         f"{estimated.parameters:,} parameters, train.dtype = {train.dtype}, train.microbatch_size = "
         f"{train.microbatch_size}, train.seq_len = {train.seq_len}, mesh pp {mesh.pp} x dp {dp} x tp {mesh.tp}{ep}, "
-        f"activation_checkpoint.mode = {config.activation_checkpoint.mode}"
+        f"activation_checkpoint.mode = {config.activation_checkpoint.mode}; what would help most: {helpful}"
     )
-
-
-def _helpful(config: Config, dp: int, estimated: Estimate) -> str:
-    return " and ".join(change.words for change in best(changes(config, dp, estimated), estimated))
 
 
 def _allocator_said(error: BaseException | None) -> str | None:

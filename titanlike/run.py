@@ -197,7 +197,7 @@ class Run:
             trainer.seed_step(step)  # after what may draw numbers: a loader when it starts, a hook
             with self.compile_watch.training_step() if self.compile_watch else contextlib.nullcontext():
                 # A user's hooks may read any weight at any point.
-                result = trainer.train_step(batch, finish=self.hooks.users or step == steps)
+                result = trainer.train_step(batch, finish=self.hooks.users)
             verdict = self.verdict_on(result)
             self.first_step_is_done(step)
             before, self.cursor = self.cursor, batch.cursor

@@ -145,6 +145,14 @@ class Tables:
                 )
         return first, last
 
+    def head_parts(self, plain: Any) -> tuple[str, ...]:
+        """The modules beside `layers` that `head` uses and `embed` does not; none where that cannot be told, as of a
+        model that a pipeline could not be made of."""
+        try:
+            return tuple(self.parts(plain)[1])
+        except UserError:
+            return ()
+
     def stage_costs(self, plain: Any, seq_len: int) -> tuple[float, list[float], float]:
         """Forward FLOPs per token of the embedding, of each layer, and of the head: what stages are balanced by."""
         costs = self.get("stage_costs")

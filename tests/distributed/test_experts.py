@@ -70,7 +70,8 @@ def test_same_run(name: str) -> None:
 
 def both_ways(n_experts: int, capacity: float | None) -> list[float]:
     """On a rank: the exchange as a graph has it beside the one that autograd goes through; largest differences."""
-    from models.moe import MoEConfig, route
+    from models.moe import MoEConfig
+    from models.routing import route
     from parallelize import exchange
 
     group, rank = dist.group.WORLD, dist.get_rank()

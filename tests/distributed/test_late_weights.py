@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from parallelize.compile import missing_compiler
 from parallelize.zero import local_part
 from tests.distributed.compare import Case, batches, case, rows_of, trainer_of
 from tests.ranks import run_ranks
@@ -47,9 +46,12 @@ def steps_of(asked: Case, finish: bool) -> dict[str, Any]:
 def test_weights_that_come_late_are_the_same_run_bitwise(asked: Case) -> None:
     """Symptom: a forward computes with weights of the step before, on the rank whose neighbour was slow."""
     asked.skip_if_torch_is_too_old()
-    late, prompt = run_ranks(asked.world_size, steps_of, asked, False), run_ranks(
-        asked.world_size, steps_of, asked, True
-    )  # fmt: skip
+    assert_bitwise(asked)
+
+
+def assert_bitwise(asked: Case) -> None:
+    """Late and prompt weights give the same bits on every rank."""
+    late, prompt = (run_ranks(asked.world_size, steps_of, asked, finish) for finish in (False, True))
     for mine, other in zip(late, prompt, strict=True):
         assert mine.pop("pending") > 1  # or this compared nothing
         assert other.pop("pending") == 0
@@ -108,6 +110,25 @@ def _events(asked: Case) -> list[tuple[str, set[str]]]:
     return events
 
 
+@pytest.mark.parametrize("said", [("nrom",), ("norm", "output", "tok_embeddings"), ("tok_embeddings",)])
+def test_a_wrong_table_of_parts_lets_no_forward_run_early(said: tuple[str, ...]) -> None:
+    """Symptom: LAST_PARTS, which a run without pipeline never looked at, names what embed uses, and the embedding is
+    looked up before its new rows have come; or it names nothing, and the run ends in a traceback."""
+    (late, _), (right, _) = (run_ranks(2, _with_parts, parts) for parts in (said, None))
+    assert late == right
+
+
+def _with_parts(said: tuple[str, ...] | None) -> list[tuple[float, float]]:
+    from parallelize import llama
+
+    before = llama.LAST_PARTS
+    llama.LAST_PARTS = before if said is None else said
+    try:
+        return steps_of(case(1, 2, 1, **SMALL_BUCKETS), finish=False)["losses"]
+    finally:
+        llama.LAST_PARTS = before
+
+
 def test_what_reads_the_state_gets_the_new_weights() -> None:
     """Symptom: a checkpoint is loaded, or text generated, while the weights of the step before are still coming in, and
     what was loaded is written over."""
@@ -132,16 +153,9 @@ def _readers(asked: Case) -> bool:
     return all(pending)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["block", "stage"])
 def test_late_weights_of_compiled_stages_are_the_same_run_bitwise(scope: str) -> None:
     """As above, compiled: one graph for the whole stage has no place to wait at, so all is waited for before it."""
-    if missing_compiler() is not None:
-        pytest.skip("there is no C++ compiler here")
-    asked = case(1, 2, 1, **SMALL_BUCKETS, compile__enable=True, compile__scope=scope)
-    late, prompt = run_ranks(2, steps_of, asked, False), run_ranks(2, steps_of, asked, True)
-    for mine, other in zip(late, prompt, strict=True):
-        assert mine.pop("pending") > 1 and other.pop("pending") == 0
-        for name, value in mine.items():
-            same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-            assert same, name
+    assert_bitwise(case(1, 2, 1, **SMALL_BUCKETS, compile__enable=True, compile__scope=scope))

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import moe
-from models.moe import Context, MoE, MoEConfig, Routing, loop_over_experts, route, run_experts
+from models.moe import Context, MoE, MoEConfig
+from models.routing import Routing, loop_over_experts, route, run_experts
 
 BASE = MoEConfig(vocab_size=31, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, n_experts=6, top_k=2)
 

@@ -24,6 +24,7 @@ import numpy as np
 from titanlike.data.batch import Row
 from titanlike.data.permutation import key_of, permute
 from titanlike.data.rows import ShuffledRows
+from titanlike.data.source_errors import SourceError
 from titanlike.errors import UserError
 from titanlike.tokenizer import Tokenizer
 
@@ -38,27 +39,27 @@ def make(path: str, tokenizer: Tokenizer, seq_len: int, arguments: Mapping[str, 
         UserError: there is no such class, it cannot be made, or it is neither a collection nor a stream.
     """
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", path):
-        raise UserError(f"source = {path!r} is not an import path such as package.module:Class")
+        raise SourceError(f"source = {path!r} is not an import path such as package.module:Class")
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(
+        raise SourceError(
             f"source = {path!r}: the module {module_name!r} cannot be imported ({error}): is its folder on PYTHONPATH?"
         ) from error
     made_from = getattr(module, class_name, None)
     if not isinstance(made_from, type):
-        raise UserError(f"source = {path!r}: the module {module_name!r} has no class {class_name!r}")
+        raise SourceError(f"source = {path!r}: the module {module_name!r} has no class {class_name!r}")
     try:
         made = made_from(tokenizer, seq_len, **arguments)
     except TypeError as error:
-        raise UserError(f"source = {path!r}: it cannot be made with its arguments: {error}") from error
+        raise SourceError(f"source = {path!r}: it cannot be made with its arguments: {error}") from error
     if not (_is_collection(made) or all(hasattr(made, n) for n in ("__iter__", "state_dict", "load_state_dict"))):
-        raise UserError(
+        raise SourceError(
             f"source = {path!r}: the class needs __len__ and __getitem__, or __iter__, state_dict and load_state_dict"
         )
     if _is_collection(made) and len(made) == 0:
-        raise UserError(f"source = {path!r} is empty: its length is 0")
+        raise SourceError(f"source = {path!r} is empty: its length is 0")
     return made
 
 

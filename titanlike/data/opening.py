@@ -13,8 +13,8 @@ from titanlike.data.loader import Reader, load
 from titanlike.data.order import GlobalOrder
 from titanlike.data.packing import BestFitRows
 from titanlike.data.plan import Plan, Stage, make_stages
-from titanlike.data.records import section_errors
 from titanlike.data.rows import RowOrder, passes_of
+from titanlike.data.source_errors import section_errors
 from titanlike.data.sources import Opened, Opener, open_source
 from titanlike.data.streams import StreamRows
 from titanlike.data.validation import ListedRows, ValidationSet

@@ -7,21 +7,20 @@ message, so that a good record costs nothing.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import gzip
 import io
 import json
 import os
-import re
 import sysconfig
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from titanlike.data.config import SourceConfig
+from titanlike.data.source_errors import SourceError
 from titanlike.errors import UserError
 
 Record = str | dict[str, Any]
@@ -70,7 +69,7 @@ def list_pieces(source: SourceConfig, piece_bytes: int) -> list[Piece]:
         for field in source.fields:
             if field not in dataset.column_names:
                 fields = ", ".join(dataset.column_names)
-                raise UserError(f"dataset: {source.dataset} has no field {field!r}; its fields: {fields}")
+                raise SourceError(f"dataset: {source.dataset} has no field {field!r}; its fields: {fields}")
         n = len(dataset)
         mean = max(1, (dataset.data.nbytes if n else 0) // max(n, 1))
         step = max(1, min(EXAMPLES, piece_bytes // mean))
@@ -93,25 +92,8 @@ def stdlib_paths() -> list[str]:
         inner[:] = [name for name in inner if name not in NOT_LIBRARY]
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     if not paths:
-        raise UserError(f'source = "python-stdlib" finds no source files in {root}: use source = "text"')
+        raise SourceError(f'source = "python-stdlib" finds no source files in {root}: use source = "text"')
     return sorted(paths, key=lambda path: os.path.relpath(path, root).split(os.sep))
-
-
-@contextlib.contextmanager
-def section_errors(prefix: str) -> Generator[None]:
-    """Let a UserError about a source name its key whole: `prefix` is "data.", "data.sources[1].", or "--" of a script.
-
-    What is raised about a source begins with its key ("paths: ..."), or names a file or a document.
-    """
-    try:
-        yield
-    except UserError as error:
-        text, section = str(error), prefix.rstrip(".-")
-        if re.match(r"(paths|dataset|source|format)(:| =)", text):
-            raise UserError(prefix + text) from error
-        if not section:
-            raise UserError(text.replace("data.tokenizer", "--tokenizer")) from error
-        raise UserError(f"{section}: {text}") from error
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
@@ -126,7 +108,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
         files = [match for match in matches if os.path.isfile(match)]
         if not files:
             what = f"is a folder: give a glob such as {os.path.join(pattern, '*.txt')}" if matches else "names no file"
-            raise UserError(f"paths: {pattern} {what}")
+            raise SourceError(f"paths: {pattern} {what}")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -271,7 +253,7 @@ def open_dataset(name: str, subset: str | None, split: str, streaming: bool = Fa
         if isinstance(error, ConnectionError):
             what = f"it is not on this machine, and the Hub can't be reached ({first[0] if first else 'no network'})"
         subset = f" ({subset})" if subset else ""
-        raise UserError(f"dataset: {name}{subset}, split {split!r}, cannot be opened: {what}") from None
+        raise SourceError(f"dataset: {name}{subset}, split {split!r}, cannot be opened: {what}") from None
 
 
 def _saved_dataset(name: str, split: str) -> Any:

@@ -15,6 +15,7 @@ from titanlike.data.encoding import Encoder, in_memory
 from titanlike.data.packing import BestFitRows
 from titanlike.data.records import list_pieces, open_dataset, read_pieces
 from titanlike.data.rows import ConcatRows, RowOrder
+from titanlike.data.source_errors import SourceError
 from titanlike.data.store import TokenStore, View, split
 from titanlike.data.streams import CustomStream, DatasetStream, DocumentStream
 from titanlike.data.synthetic import SyntheticRows
@@ -122,7 +123,7 @@ def _open_streamed(source: SourceConfig, by: Opener) -> Opened:
     columns = dataset.column_names
     for field in source.fields if columns is not None else ():
         if field not in columns:
-            raise UserError(f"dataset: {source.dataset} has no field {field!r}; its fields: {', '.join(columns)}")
+            raise SourceError(f"dataset: {source.dataset} has no field {field!r}; its fields: {', '.join(columns)}")
     stream = DatasetStream(dataset, Encoder(source, by.tokenizer), source.dataset)
     return Opened(f"stream {source.dataset} {source.subset} {source.split}", "a stream", stream=stream)
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from titanlike.data.encoding import Document
+from titanlike.data.source_errors import SourceError
 from titanlike.errors import UserError
 from titanlike.tokenizer import Tokenizer, token_dtype
 
@@ -170,7 +171,7 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
             what = f"has no {METADATA}: it is not a folder that scripts/prepare_data.py made"
         else:
             what = "does not exist" if not folder.exists() else "is a file, not a folder of token files"
-        raise UserError(f"paths: {folder} {what}") from None
+        raise SourceError(f"paths: {folder} {what}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import CompileConfig, Config
-from titanlike.config_combinations import torch_version
 
 if TYPE_CHECKING:
     from titanlike.verify.report import Report
@@ -52,9 +51,9 @@ def verify(config: Config, timeout_s: float = TIMEOUT_S, plant: Callable[[Any], 
     began = time.monotonic()
     if config.mesh.dp is None:
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"dp": 1})})
-    # By default eagerly: such ranks are quicker to start, and show what modules return. It is all in float64, which an
-    # older torch cannot compile.
-    if not config.compile.model_fields_set or torch_version() < (2, 12):
+    # By default eagerly: such ranks are quicker to start, and show what modules return.
+    in_float64 = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "float64"})})
+    if not config.compile.model_fields_set or not in_float64.compiles:
         config = config.model_copy(update={"compile": CompileConfig(enable=False)})
     mesh = config.mesh
     assert mesh.dp is not None
