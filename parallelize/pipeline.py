@@ -293,7 +293,13 @@ def build_schedule(
 
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             with busy():
-                return super().forward_one_chunk(*args, **kwargs)
+                try:
+                    return super().forward_one_chunk(*args, **kwargs)
+                except RuntimeError as error:
+                    if error.__cause__ is None:
+                        raise
+                    # What a stage raises, torch says in a RuntimeError of its own, which hides whose mistake it is.
+                    raise error.__cause__ from None
 
         def backward_one_chunk(  # type: ignore[override]
             self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any

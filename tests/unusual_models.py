@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from models.llama import Block, Llama, LlamaConfig
 from parallelize.llama import FIRST_PARTS, LAST_PARTS, stage_costs, tensor_plan
 
-__all__ = ["FIRST_PARTS", "LAST_PARTS", "FailingLlama", "LlamaWithDropout", "stage_costs", "tensor_plan"]
+__all__ = [
+    "FIRST_PARTS",
+    "LAST_PARTS",
+    "FailingLlama",
+    "LlamaWithDropout",
+    "LookingLlama",
+    "stage_costs",
+    "tensor_plan",
+]
 
 FAIL_AT = 6
 """The forward pass of a block, counted from 1, at which rank 1 raises in `FailingLlama`."""
@@ -56,3 +64,18 @@ class FailingLlama(Llama):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.layers = nn.ModuleDict({name: FailingBlock(config) for name in self.layers})
+
+
+class LookingBlock(Block):
+    """A block that asks for a number in the middle, which cannot be compiled."""
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:
+        if x.sum() > 1e9:
+            x = x * 0
+        return super().forward(x, context)
+
+
+class LookingLlama(Llama):
+    """A Llama that cannot be compiled."""
+
+    block_class = LookingBlock

@@ -291,6 +291,18 @@ def test_a_rank_that_raises_in_the_middle_of_a_pipeline_schedule_ends_the_job(tm
     assert done.stderr.startswith("Traceback"), "torch's table of the schedule stands before the error"
 
 
+def test_a_stage_that_cannot_be_compiled_is_one_sentence_in_a_pipeline_too(tmp_path: Path) -> None:
+    """Symptom: torch wraps what a stage raises, so a mistake of the user ends in four tracebacks."""
+    model = {"model.architecture": "tests.unusual_models:LookingLlama", "mesh.pp": 2, "compile.enable": True}
+    done = launch([*arguments(tmp_path / "run", **model), "--model.preset="], 2, env={"PYTHONPATH": str(ROOT)})
+    (sentence,) = ours(done.stderr)
+    assert (
+        sentence.startswith("error: a LookingBlock cannot be compiled as one graph: ")
+        and "if x.sum() > 1e9:" in sentence
+    )
+    assert not a_rank_spoke_python(done.stderr)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "workers"), [("torchrun", 2), ("rank 1", 0)])
 def test_sigterm_finishes_the_step_saves_and_ends_well(tmp_path: Path, who: str, workers: int) -> None:
